@@ -62,25 +62,13 @@ def coco_scores(
     scores, the first counts first, so pass the images in the order of their COCO ids.
     Both backends give the same numbers, in [0, 1].
     """
-    coco_class, eval_class = _load(backend)
-    labels = sorted(classes)
-    with contextlib.redirect_stdout(io.StringIO()):
-        truth = coco_class()
-        truth.dataset = _document(images, classes)
-        truth.createIndex()
-        by_class = [f"AP_class_{label}" for label in labels if classwise]
-        if not truth.dataset["annotations"]:
-            return dict.fromkeys((*SCORE_NAMES, *by_class), float("nan"))
-        rows = _detections(images, np.asarray(labels))
-        found = truth.loadRes(rows) if len(rows) else coco_class()
-        evaluation = eval_class(truth, found, "bbox")
-        evaluation.params.catIds = [label + 1 for label in labels]
-        evaluation.params.maxDets = [1, max_dets] if max_dets > 1 else [1]
-        evaluation.evaluate()
-        evaluation.accumulate()
+    by_class = [f"AP_class_{label}" for label in sorted(classes) if classwise]
+    found = _evaluated(images, classes, backend, max_dets)
+    if found is None:
+        return dict.fromkeys((*SCORE_NAMES, *by_class), float("nan"))
     # IoU thresholds, recalls, classes, object sizes; of max_dets detections. (The
     # summary of pycocotools knows no other limit than 100.)
-    precision_TRKA = np.asarray(evaluation.eval["precision"])[..., -1]
+    precision_TRKA = found["precision"]
     half, three_quarters = 0, 5  # thresholds are 0.50, 0.55, ..., 0.95
     all_TRK = precision_TRKA[..., 0]
     parts = [all_TRK, all_TRK[half], all_TRK[three_quarters]]
@@ -88,6 +76,67 @@ def coco_scores(
     parts += [all_TRK[..., number] for number in range(len(by_class))]
     names = (*SCORE_NAMES, *by_class)
     return {name: _mean(part) for name, part in zip(names, parts, strict=True)}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Precision over recall of one class at IoU 0.5, as in COCO.
+
+    Args:
+        precision_R: In [0, 1], at 101 recalls; 0 where a recall is not reached.
+        recall_R: 0, 0.01, ..., 1.
+        score_R: Scores of the detections with which recalls are reached.
+        objects: Number of objects.
+    """
+
+    precision_R: np.ndarray
+    recall_R: np.ndarray
+    score_R: np.ndarray
+    objects: int
+
+
+def precision_curve(images: Sequence[ImageResult], label: int) -> Curve:
+    """Precision, recall and score of the detections of one class."""
+    recall_R = np.linspace(0, 1, 101)
+    found = _evaluated(images, {label: "class"}, None, MAX_DETS)
+    if found is None:
+        return Curve(np.zeros(101), recall_R, np.zeros(101), 0)
+    objects = sum(
+        one["label"] == label and not one["iscrowd"]
+        for image in images
+        for one in image.ground_truth
+    )
+    precision_R, score_R = (found[key][0, :, 0, 0] for key in ("precision", "scores"))
+    return Curve(precision_R.clip(min=0), recall_R, score_R.clip(min=0), objects)
+
+
+def _evaluated(
+    images: Sequence[ImageResult],
+    classes: Mapping[int, str],
+    backend: str | None,
+    max_dets: int,
+) -> dict[str, np.ndarray] | None:
+    """Precision and scores by COCO's protocol; None without any object.
+
+    Axes: IoU thresholds, recalls, classes by label, object sizes.
+    """
+    coco_class, eval_class = _load(backend)
+    labels = sorted(classes)
+    with contextlib.redirect_stdout(io.StringIO()):
+        truth = coco_class()
+        truth.dataset = _document(images, classes)
+        truth.createIndex()
+        if not truth.dataset["annotations"]:
+            return None
+        rows = _detections(images, np.asarray(labels))
+        found = truth.loadRes(rows) if len(rows) else coco_class()
+        evaluation = eval_class(truth, found, "bbox")
+        evaluation.params.catIds = [label + 1 for label in labels]
+        evaluation.params.maxDets = [1, max_dets] if max_dets > 1 else [1]
+        evaluation.evaluate()
+        evaluation.accumulate()
+    keys = ("precision", "scores")
+    return {key: np.asarray(evaluation.eval[key])[..., -1] for key in keys}
 
 
 def _mean(precision: np.ndarray) -> float:

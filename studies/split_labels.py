@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,16 @@ app = program(
 
 
 @app.default
-def split_labels(*folders: Path, out: Path) -> None:
+def split_labels(
+    *folders: Path, out: Path, classes: tuple[str, ...] = (), all_labels: bool = False
+) -> None:
     """Write halves ``NAME_a`` and ``NAME_b`` of datasets.
 
     Args:
         folders: Datasets, with train.json, val.json and a folder of images.
         out: Output folder.
+        classes: Classes to keep (default: all).
+        all_labels: Keep the labels of both halves in the training images of each.
     """
     for folder in folders:
         for split in ("train", "val"):
@@ -39,19 +44,34 @@ def split_labels(*folders: Path, out: Path) -> None:
             if not path.is_file():
                 raise ConfigError(f"{path} is missing; name folders in COCO format.")
             document = json.loads(path.read_text("utf-8"))
+            if classes:
+                document = _with_classes(document, classes)
             for part, letter in enumerate("ab"):
                 half = out / f"{folder.name}_{letter}"
                 half.mkdir(parents=True, exist_ok=True)
                 images = half / "images"
                 if not images.exists():
                     images.symlink_to((folder / "images").resolve())
-                write_json(half / f"{split}.json", half_of(document, part, split))
+                keeps_labels = all_labels and split == "train"
+                content = half_of(document, part, split, all_labels=keeps_labels)
+                write_json(half / f"{split}.json", content)
         print(f"{out}: {folder.name}_a and {folder.name}_b")
 
 
-def half_of(document: dict[str, Any], part: int, split: str) -> dict[str, Any]:
+def _with_classes(document: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """A document with the categories of some names alone."""
+    kept = [one for one in document["categories"] if one["name"] in names]
+    if missing := sorted({*names} - {one["name"] for one in kept}):
+        raise ConfigError(f"--classes: there is no class {missing[0]!r}.")
+    return {**document, "categories": kept}
+
+
+def half_of(
+    document: dict[str, Any], part: int, split: str, *, all_labels: bool = False
+) -> dict[str, Any]:
     """Every second class; of training also every second image."""
-    categories = document["categories"][part::2]
+    every = document["categories"]
+    categories = every if all_labels else every[part::2]
     images = document["images"][part::2] if split == "train" else document["images"]
     labels = {one["id"] for one in categories}
     shown = {one["id"] for one in images}

@@ -42,6 +42,8 @@ def draw_boxes(
     boxes_N4: np.ndarray | Sequence[Sequence[float]],
     labels: Sequence[str],
     colors: Sequence[Color] | None = None,
+    *,
+    dashed: Sequence[bool] = (),
 ) -> np.ndarray:
     """Return a copy of an image with boxes, the first ones on top.
 
@@ -50,6 +52,7 @@ def draw_boxes(
         boxes_N4: Corners x1, y1, x2, y2 in pixels.
         labels: Text at each box; empty for none.
         colors: RGB of each box; by default from the `palette` of the labels.
+        dashed: Whether a box has a dashed line; none by default.
     """
     image = Image.fromarray(np.ascontiguousarray(image_HWC))
     if colors is None:
@@ -60,8 +63,12 @@ def draw_boxes(
     font = ImageFont.load_default(max(longer // TEXT, 12))
     corners = np.asarray(boxes_N4, float).reshape(-1, 4).tolist()
     rows = [*zip(corners, labels, colors, strict=True)][::-1]
-    for corner, _, color in rows:
-        pen.rectangle(corner, outline=color, width=width)
+    lines = [*(dashed or [False] * len(rows))][::-1]
+    for (corner, _, color), is_dashed in zip(rows, lines, strict=True):
+        if is_dashed:
+            _dash(pen, corner, color, width)
+        else:
+            pen.rectangle(corner, outline=color, width=width)
     height = math.ceil(font.getbbox("Ag")[3])
     for (left, top, _, _), label, color in rows:
         label = " ".join(label.split())  # a line break has no length
@@ -73,6 +80,22 @@ def draw_boxes(
             pen.rectangle((left, top, left + wide, top + height), fill=color)
             pen.text((left + 2, top), label, fill="white", font=font)
     return np.asarray(image)
+
+
+def _dash(
+    pen: ImageDraw.ImageDraw, corner: Sequence[float], color: Color, width: int
+) -> None:
+    """Draw the outline of a box in dashes of four times their width."""
+    left, top, right, bottom = corner
+    dash = 4 * width
+    for x in np.arange(left, right, 2 * dash):
+        end = min(x + dash, right)
+        pen.line((x, top, end, top), fill=color, width=width)
+        pen.line((x, bottom, end, bottom), fill=color, width=width)
+    for y in np.arange(top, bottom, 2 * dash):
+        end = min(y + dash, bottom)
+        pen.line((left, y, left, end), fill=color, width=width)
+        pen.line((right, y, right, end), fill=color, width=width)
 
 
 class Drawings:

@@ -150,6 +150,16 @@ class Predictor:
         self._inputs = Inputs(self._stored.pipeline)
         self._lock = threading.Lock()  # a step leaves its routes in the detector
 
+    @property
+    def label_space(self) -> LabelSpace:
+        """The classes of the mixture, and those of each dataset."""
+        return self._stored.space
+
+    @property
+    def mixture(self) -> list[dict[str, Any]]:
+        """The ``mixture`` entries of the training."""
+        return self._stored.mixture
+
     def __call__(
         self,
         images: Picture | Iterable[Picture],

@@ -159,7 +159,7 @@ def _splits(
                 sizes=_circles(view.size_M2, largest),
                 size_words=_size_words(view.size_M2),
                 legend=[(name, _css_color(colors[name]), n) for name, n in rows],
-                tiles=[dict(name=n, uri=_data_uri(t)) for n, t in tiles[view.title]],
+                tiles=[dict(name=n, uri=data_uri(t)) for n, t in tiles[view.title]],
             )
         )
     return found
@@ -236,7 +236,8 @@ def _css_color(color: Color) -> str:
     return "#{:02x}{:02x}{:02x}".format(*color)
 
 
-def _data_uri(picture: Image.Image) -> str:
+def data_uri(picture: Image.Image) -> str:
+    """Return a picture as a JPEG in the address of an HTML image."""
     buffer = io.BytesIO()
     picture.save(buffer, "JPEG", quality=80, optimize=True)
     return "data:image/jpeg;base64," + base64.b64encode(buffer.getvalue()).decode()

@@ -6,9 +6,13 @@ from typing import Annotated, Literal
 
 from damex.workbench.cli.run import (
     CfgOptions,
+    Checkpoint,
     ConfigOrFolder,
+    Device,
     NonNegativeInt,
     PositiveInt,
+    Share,
+    Trust,
     command,
     parameter,
     program,
@@ -124,6 +128,51 @@ def labels(
 
     Args:
         out: Write these classes to a label file that you can edit.
+    """
+
+
+@command(
+    data,
+    "damex.workbench.complete.complete",
+    "damex data complete epoch_3.pth --out completed",
+    "damex data complete epoch_3.pth --data data/photos data/street --out completed",
+    "damex data complete --from found.json --data data/photos --out completed",
+    "damex data complete --out completed/photos --delete 901 914",
+)
+def complete(
+    checkpoint: Checkpoint | None = None,
+    /,
+    *,
+    data: Annotated[tuple[str, ...], parameter("[NAME=]FOLDER...")] = (),
+    out: str,
+    detections: Annotated[str | None, parameter("FILE.json", name="--from")] = None,
+    classes: tuple[str, ...] = (),
+    min_score: Share | None = None,
+    delete: Annotated[tuple[int, ...], parameter("ID...")] = (),
+    samples: NonNegativeInt = 24,
+    batch_size: PositiveInt = 8,
+    device: Device = None,
+    trust: Trust = False,
+) -> None:
+    """Write the labels that a dataset lacks and another one has.
+
+    A detector finds them. Each class gets its threshold on the validation images of the
+    datasets that label it: what is sure becomes a label, what is doubtful is ignored by
+    the loss. Labels of people are not changed.
+
+    Args:
+        data: Folders of the datasets (default: the datasets of the checkpoint).
+        out: The new folder, with a folder for each dataset; or, with --delete, the
+            folder of one.
+        detections: Instead of a checkpoint: detections of another model in all images,
+            a COCO file whose annotations have scores.
+        classes: Classes to look for (default: all that the teacher finds). Leave out
+            those that the images of the other datasets never show.
+        min_score: Score from which finds are labels, for all classes; from half of it
+            they are ignored.
+        delete: Delete found labels with these ids.
+        samples: Number of images of each dataset on the page.
+        batch_size: Images per batch.
     """
 
 

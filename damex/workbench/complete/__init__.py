@@ -1,0 +1,1 @@
+"""``damex data complete``: labels that the other datasets of a mixture have."""

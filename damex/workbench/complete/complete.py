@@ -1,0 +1,386 @@
+"""``damex data complete``: write the labels that another dataset of a mixture has."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torchvision.ops import box_iou
+
+from damex.engine.console import filter_console
+from damex.engine.summary import markdown
+from damex.errors import ConfigError, DataError, did_you_mean, printable
+from damex.evaluation import Curve, precision_curve
+from damex.files import make_folder, write_json
+from damex.inference.predictor import Predictor
+from damex.progress import Bar
+from damex.workbench.complete.datasets import (
+    Label,
+    LabeledDataset,
+    read_datasets,
+    write_dataset,
+)
+from damex.workbench.complete.page import write_page
+from damex.workbench.complete.teacher import (
+    SAME_OBJECT,
+    DetectorTeacher,
+    FileTeacher,
+    Found,
+    Teacher,
+)
+from damex.workbench.zero_config import named_folders
+
+MIN_OBJECTS = 5  # of a class, to choose its threshold on validation images
+MIN_PRECISION = 0.5  # of labels: more than half of them have to be right
+DOUBT = 2.0  # weight of recall over precision where a find is ignored at least
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """Scores from which a find of a class is used, and what to expect of its labels.
+
+    Attributes:
+        sure: Finds become labels from here; above 1 for none.
+        doubtful: Finds are ignored by the loss from here.
+        precision: Share of the labels that are right, on validation images.
+        recall: Share of the objects that get a label, on validation images.
+        objects: Number of objects there.
+    """
+
+    sure: float
+    doubtful: float
+    precision: float | None
+    recall: float | None
+    objects: int
+
+
+def complete(
+    checkpoint: str | None,
+    *,
+    data: Sequence[str],
+    out: str,
+    detections: str | None,
+    classes: Sequence[str],
+    min_score: float | None,
+    delete: Sequence[int],
+    samples: int,
+    batch_size: int,
+    device: str | None,
+    trust: bool,
+) -> None:
+    """Complete datasets by a detector or a file; options as in the command's help."""
+    if delete:
+        print(printable(delete_labels(Path(out), delete)))
+        return
+    if (checkpoint is None) == (detections is None):
+        raise ConfigError(
+            "data complete needs one teacher: a CHECKPOINT of damex train, or --from "
+            "FILE.json with the detections of another model."
+        )
+    folder = Path(out)
+    if folder.exists():
+        raise ConfigError(f"--out: {out} exists; remove it, or choose another folder.")
+    filter_console()
+    entries = [dict(name=k, root=root) for k, root in named_folders(data).items()]
+    teacher: Teacher
+    if detections is not None:
+        if not entries:
+            raise ConfigError("--from needs the datasets: --data FOLDER FOLDER.")
+        teacher, known, trained = FileTeacher(detections), {}, []
+    else:
+        predictor = Predictor(str(checkpoint), device=device, trust=trust)
+        teacher = DetectorTeacher(predictor, batch_size=batch_size)
+        space, trained = predictor.label_space, predictor.mixture
+        known = dict(zip(space.dataset_names, space.dataset_classes, strict=True))
+    datasets = read_datasets(entries or trained, known)
+    witnesses = [*datasets, *_readable(trained, known, datasets)]
+    report = complete_datasets(
+        teacher,
+        datasets,
+        folder,
+        witnesses=witnesses,
+        classes=_chosen(teacher, classes),
+        min_score=min_score,
+        samples=samples,
+        source=str(checkpoint or detections),
+    )
+    print(printable(report))
+
+
+def _readable(
+    entries: Iterable[Mapping[str, Any]],
+    known: Mapping[str, Mapping[str, str]],
+    datasets: Sequence[LabeledDataset],
+) -> list[LabeledDataset]:
+    """The other datasets of a detector whose files are here, for its thresholds."""
+    names, found = {one.name for one in datasets}, []
+    for entry in entries:
+        if entry["name"] not in names:
+            try:
+                found += read_datasets([entry], known)
+            except (ConfigError, DataError):
+                continue
+    return found
+
+
+def complete_datasets(
+    teacher: Teacher,
+    datasets: Sequence[LabeledDataset],
+    folder: Path,
+    *,
+    witnesses: Sequence[LabeledDataset],
+    classes: Sequence[str],
+    min_score: float | None = None,
+    samples: int = 24,
+    source: str = "",
+) -> str:
+    """Write datasets with the labels that they lack into a new folder.
+
+    Args:
+        teacher: Finds the objects.
+        datasets: The datasets to complete.
+        folder: The new folder; written completely or not at all.
+        witnesses: Datasets whose validation images decide about thresholds.
+        classes: Names of the mixture to look for.
+        min_score: Threshold of all classes; by default each has its own.
+        samples: Number of images of each dataset on the page.
+        source: Name of the teacher, for the files.
+
+    Returns:
+        A report for the screen.
+
+    Raises:
+        ConfigError: If no class can be completed.
+    """
+    # A class of the name dataset/class is kept apart on purpose.
+    apart = tuple(f"{one.name}/" for one in datasets)
+    shared = [name for name in classes if not name.startswith(apart)]
+    missing = {one.name: one.missing(shared) for one in datasets}
+    wanted = tuple(dict.fromkeys(name for row in missing.values() for name in row))
+    if not wanted:
+        raise ConfigError(
+            "nothing to complete: each of the datasets "
+            f"{', '.join(missing)} labels all classes to look for: "
+            f"{', '.join(shared) or 'none'}."
+        )
+    draft = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(draft, ignore_errors=True)
+    make_folder(draft)
+    try:
+        with Bar() as bar:
+            thresholds = find_thresholds(teacher, witnesses, wanted, min_score, bar)
+            about = dict(teacher=source, thresholds=_plain(thresholds))
+            labels = {}
+            for one in datasets:
+                names = [name for name in missing[one.name] if name in thresholds]
+                found = find_labels(teacher, one, names, thresholds, bar)
+                labels[one.name] = write_dataset(
+                    draft / one.name, one, found, names, about
+                )
+            write_page(draft, datasets, labels, thresholds, samples, bar)
+        write_json(
+            draft / "report.json", {**about, "labels": _counts(labels)}, indent=1
+        )
+        draft.rename(folder)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    return report(folder, datasets, missing, labels, thresholds)
+
+
+def _chosen(teacher: Teacher, classes: Sequence[str]) -> Sequence[str]:
+    """The classes to look for; ConfigError if the teacher knows one of them not."""
+    for name in classes:
+        if name not in teacher.classes:
+            raise ConfigError(
+                f"--classes: the teacher finds no {name!r}; "
+                f"{did_you_mean(name, teacher.classes)}"
+            )
+    return classes or teacher.classes
+
+
+def find_thresholds(
+    teacher: Teacher,
+    witnesses: Sequence[LabeledDataset],
+    wanted: Sequence[str],
+    min_score: float | None,
+    bar: Bar,
+) -> dict[str, Threshold]:
+    """Choose the scores of each class on the validation images that label it.
+
+    A class with fewer than ``MIN_OBJECTS`` objects there is left out, unless
+    ``min_score`` is given.
+    """
+    images: dict[str, list[Any]] = {name: [] for name in wanted}
+    for one in witnesses:
+        known = [name for name in wanted if name in one.classes.values()]
+        if known and (split := one.splits.get("val")) is not None:
+            found = teacher.find(split.paths, known, bar)
+            results = one.results(found, wanted)
+            for name in known:
+                images[name] += results
+    thresholds = {}
+    for label, name in enumerate(wanted):
+        curve = precision_curve(images[name], label)
+        if min_score is not None:
+            thresholds[name] = _at(curve, min_score, min_score / DOUBT)
+        elif curve.objects >= MIN_OBJECTS:
+            sure = _best(curve, 1.0, least=MIN_PRECISION)
+            doubtful = _best(curve, DOUBT)
+            thresholds[name] = _at(curve, sure, min(sure, doubtful))
+    return thresholds
+
+
+def _best(curve: Curve, beta: float, *, least: float = 0.0) -> float:
+    """Score with the best F-beta among those with a precision of ``least``; else inf.
+
+    F-beta weighs recall ``beta`` times as much as precision (van Rijsbergen 1979).
+    """
+    p_R, r_R, weight = curve.precision_R, curve.recall_R, beta**2
+    f_R = (1 + weight) * p_R * r_R / np.maximum(weight * p_R + r_R, 1e-12)
+    f_R = np.where(p_R >= max(least, 1e-12), f_R, -1.0)
+    return float(curve.score_R[f_R.argmax()]) if f_R.max() > 0 else float("inf")
+
+
+def _at(curve: Curve, sure: float, doubtful: float) -> Threshold:
+    """The thresholds with the precision and recall of labels."""
+    reached = np.flatnonzero((curve.precision_R > 0) & (curve.score_R >= sure))
+    precision = recall = None
+    if curve.objects:
+        precision = float(curve.precision_R[reached[-1]]) if len(reached) else None
+        recall = float(curve.recall_R[reached[-1]]) if len(reached) else 0.0
+    return Threshold(sure, doubtful, precision, recall, curve.objects)
+
+
+def find_labels(
+    teacher: Teacher,
+    dataset: LabeledDataset,
+    names: Collection[str],
+    thresholds: Mapping[str, Threshold],
+    bar: Bar,
+) -> list[Label]:
+    """Find the objects of classes in the training images of a dataset.
+
+    A find that covers a labeled box is that object under another name, and left out.
+    """
+    if not names:
+        return []
+    split = dataset.splits["train"]
+    labels = []
+    for image, found in enumerate(teacher.find(split.paths, names, bar)):
+        for place in _new_objects(found, split.boxes_of(image)):
+            name, score = found.names[place], float(found.scores_N[place])
+            if score >= thresholds[name].doubtful:
+                box = tuple(map(float, found.boxes_N4[place]))
+                is_sure = score >= thresholds[name].sure
+                labels.append(Label(image, box, name, score, is_sure))
+    return labels
+
+
+def _new_objects(found: Found, own_K4: np.ndarray) -> list[int]:
+    """Positions of finds that are no labeled object."""
+    if not len(found.scores_N) or not len(own_K4):
+        return [*range(len(found.scores_N))]
+    boxes = (torch.as_tensor(one).double() for one in (found.boxes_N4, own_K4))
+    overlap_N = box_iou(*boxes).amax(dim=1)
+    return (overlap_N <= SAME_OBJECT).nonzero().flatten().tolist()
+
+
+def _counts(labels: Mapping[str, Sequence[Label]]) -> dict[str, dict[str, list[int]]]:
+    """By dataset and class: the numbers of labels and of ignored boxes."""
+    counts = {}
+    for dataset, rows in labels.items():
+        sure, doubtful = (
+            Counter(one.name for one in rows if one.is_sure == is_sure)
+            for is_sure in (True, False)
+        )
+        names = sorted({*sure, *doubtful})
+        counts[dataset] = {name: [sure[name], doubtful[name]] for name in names}
+    return counts
+
+
+def _plain(thresholds: Mapping[str, Threshold]) -> dict[str, dict[str, Any]]:
+    """Values for JSON, which has no infinity."""
+    return {
+        name: {k: None if v == float("inf") else v for k, v in asdict(one).items()}
+        for name, one in thresholds.items()
+    }
+
+
+def report(
+    folder: Path,
+    datasets: Sequence[LabeledDataset],
+    missing: Mapping[str, Sequence[str]],
+    labels: Mapping[str, Sequence[Label]],
+    thresholds: Mapping[str, Threshold],
+) -> str:
+    """Text with a row per dataset and class, and the next command."""
+    counts, rows = _counts(labels), []
+    skipped = {name for row in missing.values() for name in row} - {*thresholds}
+    for dataset, names in missing.items():
+        for name in names:
+            if (one := thresholds.get(name)) is None:
+                continue
+            sure, doubtful = counts[dataset].get(name, (0, 0))
+            expected = (_share(one.precision), _share(one.recall))
+            score = "-" if one.sure == float("inf") else f"{one.sure:.2f}"
+            rows.append((dataset, name, f"{sure:,}", f"{doubtful:,}", score, *expected))
+    header = (
+        "dataset",
+        "class",
+        "labels",
+        "ignored",
+        "score from",
+        "precision",
+        "recall",
+    )
+    lines = [markdown(header, rows), ""]
+    lines.append(
+        "precision, recall: of labels, expected from validation images of the datasets "
+        "that label the class"
+    )
+    if skipped:
+        lines.append(
+            f"not completed, for want of {MIN_OBJECTS} validation objects: "
+            f"{', '.join(sorted(skipped))}; give --min-score 0.5 to choose yourself"
+        )
+    folders = " ".join(str(folder / one.name) for one in datasets)
+    lines += [
+        f"look at them: {folder / 'index.html'}",
+        f"train on them: damex train --data {folders}",
+    ]
+    return "\n".join(lines)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def delete_labels(folder: Path, ids: Sequence[int]) -> str:
+    """Delete predicted labels, by id, from the training file of a completed dataset.
+
+    Raises:
+        ConfigError: If the folder holds no such file, or an id is not of one of them.
+    """
+    file = folder / "train.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"--out: {folder} has no train.json; name the folder of one completed "
+            "dataset, as in --out completed/boards --delete 12 57."
+        )
+    document = json.loads(file.read_text(encoding="utf-8"))
+    predicted = {row["id"] for row in document["annotations"] if row.get("predicted")}
+    if unknown := sorted({*ids} - predicted):
+        raise ConfigError(
+            f"--delete: {file} has no predicted label with the id {unknown[0]}; labels "
+            "of people are not deleted."
+        )
+    kept = [row for row in document["annotations"] if row["id"] not in {*ids}]
+    write_json(file, {**document, "annotations": kept})
+    return f"{file}: {len({*ids})} labels deleted, {len(predicted) - len({*ids})} left"

@@ -1,0 +1,104 @@
+"""A page of completed datasets: their images, the doubtful ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jinja2 import Environment, PackageLoader
+from PIL import Image
+
+from damex.datasets.pixels import read_pixels
+from damex.files import write_text
+from damex.inference.drawing import Color, draw_boxes, palette
+from damex.progress import Bar
+from damex.workbench.check.browse import data_uri
+from damex.workbench.complete.datasets import Label, LabeledDataset
+
+SIDE = 640  # of a drawn image, in pixels
+OWN: Color = (90, 90, 90)
+
+
+def write_page(
+    folder: Path,
+    datasets: Sequence[LabeledDataset],
+    labels: Mapping[str, Sequence[Label]],
+    thresholds: Mapping[str, Any],
+    samples: int,
+    bar: Bar,
+) -> None:
+    """Write ``index.html`` with ``samples`` images of each dataset.
+
+    Images with a find that is nearest to its threshold come first.
+    """
+    colors = palette(thresholds)
+    parts = []
+    for dataset in datasets:
+        of_image: dict[int, list[Label]] = {}
+        for one in labels[dataset.name]:
+            of_image.setdefault(one.image, []).append(one)
+        order = sorted(of_image, key=lambda i: _doubt(of_image[i], thresholds))
+        bar.begin(f"draw {dataset.name}", min(samples, len(order)))
+        tiles = []
+        for image in order[:samples]:
+            tiles.append(_tile(dataset, image, of_image[image], colors))
+            bar.step()
+        rows = labels[dataset.name]
+        parts.append(
+            dict(
+                name=dataset.name,
+                tiles=tiles,
+                images=len(of_image),
+                sure=sum(one.is_sure for one in rows),
+                doubtful=sum(not one.is_sure for one in rows),
+            )
+        )
+    environment = Environment(
+        loader=PackageLoader("damex.workbench.complete", ""), autoescape=True
+    )
+    page = environment.get_template("page.html").render(
+        datasets=parts, thresholds=thresholds, folder=folder.with_suffix("").name
+    )
+    write_text(folder / "index.html", page)
+
+
+def _doubt(labels: Sequence[Label], thresholds: Mapping[str, Any]) -> float:
+    """Distance of the nearest find to the threshold of labels."""
+    return min(abs(one.score - min(thresholds[one.name].sure, 1.0)) for one in labels)
+
+
+def _tile(
+    dataset: LabeledDataset,
+    image: int,
+    labels: Sequence[Label],
+    colors: Mapping[str, Color],
+) -> dict[str, Any]:
+    """An image with the boxes of people in grey, and its finds dashed."""
+    split = dataset.splits["train"]
+    pixels = Image.fromarray(read_pixels(split.paths[image], "color").image[..., ::-1])
+    scale = min(SIDE / max(pixels.size), 1.0)
+    pixels = pixels.resize([max(round(side * scale), 1) for side in pixels.size])
+    own = split.boxes_of(image)
+    found = sorted(labels, key=lambda one: -one.score)
+    boxes_N4 = scale * np.vstack([[one.box for one in found], own.reshape(-1, 4)])
+    drawn = draw_boxes(
+        np.asarray(pixels),
+        boxes_N4,
+        [f"{one.id}{'' if one.is_sure else '?'}" for one in found] + [""] * len(own),
+        [colors[one.name] for one in found] + [OWN] * len(own),
+        dashed=[True] * len(found) + [False] * len(own),
+    )
+    rows = [
+        dict(
+            id=one.id,
+            name=one.name,
+            score=one.score,
+            color="#{:02x}{:02x}{:02x}".format(*colors[one.name]),
+            is_sure=one.is_sure,
+        )
+        for one in found
+    ]
+    name = str(split.records.images[image].get("file_name"))
+    return dict(name=name, uri=data_uri(Image.fromarray(drawn)), labels=rows)

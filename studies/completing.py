@@ -1,0 +1,146 @@
+"""Missing labels of real images: what to teach of classes that are not labeled.
+
+    python -m studies.completing data/halves --seeds 1 2 3 4 5
+
+Trains every arm of `ARMS` on halves of a dataset (``studies.split_labels``), all for
+the same number of iterations: the teacher's count. AP is over all classes of fully
+labeled validation images, the dataset not given. Finished runs are skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
+
+from damex.workbench.cli.run import Jobs, Seeds, program, run_command
+
+CONFIG = "configs/real/missing_labels.py"
+DAMEX = (sys.executable, "-m", "damex")
+Options = Mapping[str, str]
+# Options of trainings that take no second step.
+ARMS: Mapping[str, Options] = MappingProxyType(
+    {
+        "negatives": {},
+        "ignored": {"model.ignore_unannotated_classes": "True"},
+        "ignored_if_found": {"model.ignore_unannotated_classes": "0.15"},
+    }
+)
+app = program(
+    "python -m studies.completing",
+    "Compare what is taught of classes that a dataset does not label.",
+    "python -m studies.completing data/halves --seeds 1 2 3",
+)
+
+
+class Job(NamedTuple):
+    """One training of an arm."""
+
+    arm: str
+    seed: int
+
+
+@app.default
+def completing(
+    halves: Path,
+    /,
+    *,
+    seeds: Seeds = (1, 2, 3, 4, 5),
+    arms: tuple[str, ...] = (*ARMS, "completed", "all_labels"),
+    moe: str = "dense",
+    epochs: int = 2,
+    work_dir: Path = Path("work_dirs/missing_labels"),
+    jobs: Jobs = 2,
+) -> None:
+    """Train all arms, seed by seed, and print their scores.
+
+    Args:
+        halves: Folder with the halves; those with all labels in its folder all_labels.
+        seeds: Random seeds, one training of each arm for each.
+        arms: What to compare.
+        moe: Mixture of experts, by the name of its config.
+        epochs: Length of an arm, in epochs of 300 iterations; an even number.
+        work_dir: Folder of the runs.
+        jobs: Trainings at a time.
+    """
+    names = [folder.name for folder in sorted(halves.iterdir()) if folder.is_dir()]
+    names = [name for name in names if name.endswith(("_a", "_b"))]
+    train = partial(_train, moe=moe, work_dir=work_dir)
+    every = [Job(arm, seed) for seed in seeds for arm in arms]
+    step = partial(_run, train=train, halves=halves, names=names, epochs=epochs)
+    with ThreadPoolExecutor(jobs) as pool:
+        for job, (mean, each) in zip(every, pool.map(step, every), strict=True):
+            print(f"{job.arm} seed {job.seed}: mean AP {mean:.3f} {each}", flush=True)
+
+
+def _run(
+    job: Job,
+    *,
+    train: Callable[..., Path],
+    halves: Path,
+    names: Sequence[str],
+    epochs: int,
+) -> tuple[float, dict[str, float]]:
+    """Run one arm with one seed; its mean AP, and that of each half."""
+    folders = [halves / name for name in names]
+    if job.arm == "all_labels":
+        folders = [halves / "all_labels" / name for name in names]
+    if job.arm != "completed":
+        options = ARMS.get(job.arm, {})
+        run = train(job.arm, job.seed, folders, epochs=epochs, options=options)
+        return _scores(run)
+    teacher = train("teacher", job.seed, folders, epochs=epochs // 2)
+    done = teacher / "completed"
+    if not done.exists():
+        checkpoint = teacher / f"epoch_{epochs // 2}.pth"
+        _damex("data", "complete", str(checkpoint), "--out", str(done))
+    folders = [done / name for name in names]
+    options = {"load_from": str(teacher / f"epoch_{epochs // 2}.pth")}
+    run = train(
+        "completed", job.seed, folders, epochs=epochs - epochs // 2, options=options
+    )
+    return _scores(run)
+
+
+def _train(
+    arm: str,
+    seed: int,
+    folders: Sequence[Path],
+    *,
+    epochs: int,
+    moe: str,
+    work_dir: Path,
+    options: Options = MappingProxyType({}),
+) -> Path:
+    """Train unless it is done; returns the folder of the run."""
+    folder = work_dir / moe / arm / f"seed{seed}"
+    if not (folder / "summary.json").exists():
+        roots = {f"mixture.{n}.root": str(path) for n, path in enumerate(folders)}
+        settings = {"moe": moe, "max_epochs": epochs, "randomness.seed": seed}
+        words = [f"{k}={v}" for k, v in {**settings, **roots, **options}.items()]
+        run = ("--work-dir", str(folder), "--cfg-options", *words)
+        _damex("train", CONFIG, "--device", "cpu", *run)
+    return folder
+
+
+def _damex(*words: str) -> None:
+    """Run a command of damex; its output is shown if it fails."""
+    done = subprocess.run([*DAMEX, *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}\n{done.stdout[-3000:]}{done.stderr}")
+
+
+def _scores(folder: Path) -> tuple[float, dict[str, float]]:
+    summary = json.loads((folder / "summary.json").read_text("utf-8"))
+    each = {name: row["ap"] for name, row in summary["datasets"].items()}
+    return summary["mean_ap"], each
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(app))
