@@ -63,7 +63,7 @@ def models_help() -> str:
 
 
 def named_folders(words: Sequence[str]) -> dict[str, str]:
-    """Parse the words of ``--data``: ``NAME=FOLDER``, or a folder with its own name.
+    """Parse words as of ``--data``: ``NAME=FOLDER``, or a folder with its own name.
 
     Raises:
         ConfigError: If a name is empty, has a ``/`` or is given twice, or if a folder
@@ -76,19 +76,19 @@ def named_folders(words: Sequence[str]) -> dict[str, str]:
             name, folder = folder_name(word), word
         if not name or "/" in name:
             raise ConfigError(
-                f"--data: {word} does not exist (seen from {Path.cwd()}), and {name!r} "
+                f"{word} does not exist (seen from {Path.cwd()}), and {name!r} "
                 "cannot be the NAME of NAME=FOLDER: it must not be empty or have a '/'."
             )
         if name in folders:
             raise ConfigError(
-                f"--data: two datasets are called {name!r}, {folders[name]} and "
+                f"two datasets are called {name!r}, {folders[name]} and "
                 f"{folder}; name them, as in {name}2={folder}."
             )
         place = Path(folder).expanduser()
         if not place.is_dir():
             problem = "is a file" if place.is_file() else "does not exist"
             raise ConfigError(
-                f"--data: {folder} {problem} (seen from {Path.cwd()}); name the folder "
+                f"{folder} {problem} (seen from {Path.cwd()}); name the folder "
                 "of a dataset."
             )
         folders[name] = folder
