@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from damex.errors import ConfigError, did_you_mean
 
@@ -106,6 +106,14 @@ def run_name(folders: Mapping[str, str]) -> str:
     return "-".join(folders)[:60]
 
 
+def mixture_of(folders: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the mixture of some datasets, equally weighted."""
+    return [
+        dict(name=key, root=str(Path(root).expanduser()), weight=1.0)
+        for key, root in folders.items()
+    ]
+
+
 def config_of_folders(folders: Mapping[str, str], model: str = "tiny") -> Config:
     """Return the config of a shipped detector for some datasets.
 
@@ -123,8 +131,5 @@ def config_of_folders(folders: Mapping[str, str], model: str = "tiny") -> Config
     if not folders:
         raise ConfigError("there is no dataset; name the folder of one or more.")
     cfg = read_config(MODELS[model].config)
-    cfg.mixture = [
-        dict(name=key, root=str(Path(root).expanduser()), weight=1.0)
-        for key, root in folders.items()
-    ]
+    cfg.mixture = mixture_of(folders)
     return PlainConfig(cfg._cfg_dict, cfg_text="\n", filename=f"{run_name(folders)}.py")

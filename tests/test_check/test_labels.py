@@ -132,11 +132,13 @@ def test_an_mmdet_dataset_is_listed_without_counts(run, entries):
 def test_folders_and_a_training_with_the_file_they_wrote(entries, tmp_path, capsys):
     path = tmp_path / "my labels.json"
     words = [str(tmp_path / "street"), f"cars={tmp_path / 'voc'}"]
-    assert run_command(data, ["labels", *words, "--out", str(path)]) == 0
+    options = ["mixture.1.rename.dummy=doll", "mixture.1.weight=2"]
+    words += ["--cfg-options", *options, "--out", str(path)]
+    assert run_command(data, ["labels", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "person      street: 12; cars: 12" in lines
     assert section(lines, "not annotated")[:2] == [
-        "  street does not annotate: motorbike, dummy",
+        "  street does not annotate: motorbike, doll",
         "  cars does not annotate: motorcycle, jaguar",
     ]
 
@@ -148,6 +150,7 @@ def test_folders_and_a_training_with_the_file_they_wrote(entries, tmp_path, caps
     given = app.parse_args(hint[1:], exit_on_error=False)[1].arguments
     start = config_of_folders(named_folders(given["data"]))
     cfg = resolve_config(load_config(start, cfg_options=given["cfg_options"]))
+    assert [entry.weight for entry in cfg.mixture] == [1, 2]
     space = label_space_of(cfg)
     assert space.classes == ("motorcycle", "jaguar", "person")
     assert dict(space.dataset_classes[1]) == dict(

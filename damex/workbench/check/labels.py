@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,13 +72,15 @@ def labels(data: Sequence[str], *, cfg_options: Sequence[str], out: str | None) 
     if out is None:
         return
     write_text(out, starting_file(specs, counts).to_text())
-    renaming = ", ".join(spec.name for spec in specs if spec.rename)
-    also = f", and remove rename from the entries of {renaming}" if renaming else ""
-    use = f"set label_space = {out!r} at the top level of the config{also}."
-    if cfg.filename is None:
-        kept = [word for word in cfg_options if not word.startswith("label_space=")]
+    if cfg.filename is None:  # the file says what these options said
+        said = re.compile(r"label_space=|mixture\.\d+\.rename\b")
+        kept = [word for word in cfg_options if not said.match(word)]
         words = ["--data", *data, "--cfg-options", *kept, option_of("label_space", out)]
-        use = f"train with it{also}:\n  damex train {shlex.join(words)}"
+        use = f"train with it:\n  damex train {shlex.join(words)}"
+    else:
+        renaming = ", ".join(spec.name for spec in specs if spec.rename)
+        also = f", and remove rename from the entries of {renaming}" if renaming else ""
+        use = f"set label_space = {out!r} at the top level of the config{also}."
     print(f"\nwritten: {out}. Edit it, and {use}")
 
 

@@ -33,7 +33,7 @@ from damex.datasets.spec import SPLITS, DatasetSpec, Source, coco_paths
 from damex.errors import ConfigError, DataError
 from damex.options import parse_options
 from damex.workbench.formats import conversion  # noqa: F401 - readers of root=
-from damex.workbench.zero_config import named_folders
+from damex.workbench.zero_config import mixture_of, named_folders
 
 
 def mixture_config_of(data: str | Sequence[str], options: Sequence[str] = ()) -> Config:
@@ -52,8 +52,7 @@ def mixture_config_of(data: str | Sequence[str], options: Sequence[str] = ()) ->
                 f"{word} is not a folder. Name folders only; or one config alone, with "
                 "all datasets in its mixture."
             )
-        folders = named_folders(words)
-        cfg = Config(dict(mixture=[dict(name=k, root=v) for k, v in folders.items()]))
+        cfg = Config(dict(mixture=mixture_of(named_folders(words))))
         merge_options(cfg, parse_options(options))
         return cfg
     try:

@@ -94,7 +94,10 @@ def _print_classes(runner: Runner, data: Sequence[str]) -> None:
             f"All classes, and similar names: damex data labels {shlex.join(data)}"
         )
     if missing:
-        lines.append("Missing labels: damex data complete, and docs/guides/classes.md")
+        lines.append(
+            "If images show such objects without labels: damex data complete, "
+            "docs/guides/classes.md"
+        )
     print(printable("\n".join(lines)), end="\n" if lines else "")
 
 
