@@ -76,8 +76,8 @@ class LabelFile:
         except OSError as error:
             raise ConfigError(
                 f"label_space: {path} cannot be read (seen from {Path.cwd()}): "
-                f"{error.strerror}. damex data labels CONFIG --out {path} writes "
-                "one to begin with."
+                f"{error.strerror}. damex data labels CONFIG --out {path}, or folders "
+                "in place of CONFIG, writes one to begin with."
             ) from error
         except DataError as error:
             raise ConfigError(f"label_space: {error}") from error

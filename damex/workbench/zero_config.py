@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from damex.errors import ConfigError, did_you_mean
 
@@ -63,7 +63,7 @@ def models_help() -> str:
 
 
 def named_folders(words: Sequence[str]) -> dict[str, str]:
-    """Parse the words of ``--data``: ``NAME=FOLDER``, or a folder with its own name.
+    """Parse words as of ``--data``: ``NAME=FOLDER``, or a folder with its own name.
 
     Raises:
         ConfigError: If a name is empty, has a ``/`` or is given twice, or if a folder
@@ -76,19 +76,19 @@ def named_folders(words: Sequence[str]) -> dict[str, str]:
             name, folder = folder_name(word), word
         if not name or "/" in name:
             raise ConfigError(
-                f"--data: {word} does not exist (seen from {Path.cwd()}), and {name!r} "
+                f"{word} does not exist (seen from {Path.cwd()}), and {name!r} "
                 "cannot be the NAME of NAME=FOLDER: it must not be empty or have a '/'."
             )
         if name in folders:
             raise ConfigError(
-                f"--data: two datasets are called {name!r}, {folders[name]} and "
+                f"two datasets are called {name!r}, {folders[name]} and "
                 f"{folder}; name them, as in {name}2={folder}."
             )
         place = Path(folder).expanduser()
         if not place.is_dir():
             problem = "is a file" if place.is_file() else "does not exist"
             raise ConfigError(
-                f"--data: {folder} {problem} (seen from {Path.cwd()}); name the folder "
+                f"{folder} {problem} (seen from {Path.cwd()}); name the folder "
                 "of a dataset."
             )
         folders[name] = folder
@@ -104,6 +104,14 @@ def folder_name(folder: str | os.PathLike[str]) -> str:
 def run_name(folders: Mapping[str, str]) -> str:
     """Name of the config and the work dir of a training on some datasets."""
     return "-".join(folders)[:60]
+
+
+def mixture_of(folders: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the mixture of some datasets, equally weighted."""
+    return [
+        dict(name=key, root=str(Path(root).expanduser()), weight=1.0)
+        for key, root in folders.items()
+    ]
 
 
 def config_of_folders(folders: Mapping[str, str], model: str = "tiny") -> Config:
@@ -123,8 +131,5 @@ def config_of_folders(folders: Mapping[str, str], model: str = "tiny") -> Config
     if not folders:
         raise ConfigError("there is no dataset; name the folder of one or more.")
     cfg = read_config(MODELS[model].config)
-    cfg.mixture = [
-        dict(name=key, root=str(Path(root).expanduser()), weight=1.0)
-        for key, root in folders.items()
-    ]
+    cfg.mixture = mixture_of(folders)
     return PlainConfig(cfg._cfg_dict, cfg_text="\n", filename=f"{run_name(folders)}.py")

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import shlex
 
 import pytest
 
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import parse_mixture
+from damex.engine.config import label_space_of, load_config, resolve_config
+from damex.workbench.check.labels import class_notes
+from damex.workbench.cli.commands import app
 from damex.workbench.cli.data import data
 from damex.workbench.cli.run import run_command
+from damex.workbench.zero_config import config_of_folders, named_folders
 
 
 @pytest.fixture
@@ -122,6 +127,92 @@ def test_an_mmdet_dataset_is_listed_without_counts(run, entries):
     status, lines, _ = run(mixture=entries)
     assert status == 0
     assert "aeroplane    voc: not counted" in lines
+
+
+def test_folders_and_a_training_with_the_file_they_wrote(entries, tmp_path, capsys):
+    path = tmp_path / "my labels.json"
+    words = [str(tmp_path / "street"), f"cars={tmp_path / 'voc'}"]
+    options = ["mixture.1.rename.dummy=doll", "mixture.1.weight=2"]
+    words += ["--cfg-options", *options, "--out", str(path)]
+    assert run_command(data, ["labels", *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "person      street: 12; cars: 12" in lines
+    assert section(lines, "not annotated")[:2] == [
+        "  street does not annotate: motorbike, doll",
+        "  cars does not annotate: motorcycle, jaguar",
+    ]
+
+    edited = json.loads(path.read_text())
+    edited["datasets"]["cars"] |= dict(motorbike="motorcycle", dummy=None)
+    path.write_text(json.dumps(edited))
+    hint = shlex.split(lines[-1])
+    assert hint[:2] == ["damex", "train"]
+    given = app.parse_args(hint[1:], exit_on_error=False)[1].arguments
+    start = config_of_folders(named_folders(given["data"]))
+    cfg = resolve_config(load_config(start, cfg_options=given["cfg_options"]))
+    assert [entry.weight for entry in cfg.mixture] == [1, 2]
+    space = label_space_of(cfg)
+    assert space.classes == ("motorcycle", "jaguar", "person")
+    assert dict(space.dataset_classes[1]) == dict(
+        motorbike="motorcycle", person="person"
+    )
+
+
+@pytest.mark.parametrize("others", [["CONFIG"], ["quickstart"], ["a.py", "street"]])
+def test_a_config_stands_alone(run, tmp_path, monkeypatch, others):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.py").touch()
+    named = [str(tmp_path / "config.py") if w == "CONFIG" else w for w in others]
+    status, lines, said = run(*named)
+    assert (status, lines) == (2, [])
+    assert "config.py is not a folder" in said
+    assert "one config alone" in said
+
+
+def test_a_folder_that_is_missing_beside_one(entries, tmp_path, capsys):
+    words = [str(tmp_path / "street"), "zoo=zoos"]
+    assert run_command(data, ["labels", *words]) == 2
+    assert "zoos does not exist" in capsys.readouterr().err
+
+
+def space_of(**datasets):
+    """A label space; per dataset: its class names -> those of the mixture."""
+    classes = dict.fromkeys(name for m in datasets.values() for name in m.values())
+    names = tuple(datasets)
+    return LabelSpace(tuple(classes), names, tuple(datasets.values()), names)
+
+
+def test_notes_name_merged_and_missing_classes():
+    merged, missing = class_notes(
+        space_of(
+            a=dict(car="car", dog="dog", van="van"),
+            b=dict(car="car", hound="dog", puppy="dog", van="van"),
+            c=dict(van="van", jet="jet"),
+        )
+    )
+    assert merged == [
+        "'car', 'dog' (b: 'hound', 'puppy') are each one class of a and b",
+        "'van' is one class of a, b and c",
+    ]
+    assert missing == [
+        "a does not annotate: jet",
+        "b does not annotate: jet",
+        "c does not annotate: car, dog",
+    ]
+
+
+def test_notes_count_the_names_beyond_the_limit():
+    both = {name: name for name in ("x", "y", "z")}
+    space = space_of(a=both, b={**both, "p": "p", "q": "q", "r": "r"})
+    (merged,), (missing,) = class_notes(space, limit=2)
+    assert merged.startswith("'x', 'y', and 1 more are ")
+    assert missing.endswith(": p, q, and 1 more")
+    assert class_notes(space, limit=3)[1] == ["a does not annotate: p, q, r"]
+
+
+def test_there_are_no_notes_on_equal_or_single_datasets():
+    assert class_notes(space_of(a=dict(car="car", van="car"))) == ([], [])
+    assert class_notes(space_of(a=dict(car="car"), b=dict(auto="car")))[1] == []
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -130,6 +131,50 @@ def test_a_folder_in_place_of_a_config_is_for_data(refuse, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").mkdir()  # as in work_dirs
     assert find_config("quickstart").is_file()
+
+
+@pytest.fixture
+def start(two_datasets, capsys, monkeypatch):
+    """Start a training of folders, without a detector; returns what it printed."""
+
+    def call(*words, rank=0):
+        def build(cfg):
+            cfg = resolve_config(cfg)
+            return SimpleNamespace(cfg=cfg, rank=rank, train=lambda: None)
+
+        monkeypatch.setattr(commands, "build_runner", build)
+        assert main(["train", *words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    return call
+
+
+def test_a_training_of_folders_names_merged_and_missing_classes(start, tmp_path):
+    folders = [str(tmp_path / "street"), f"green={tmp_path / 'park'}"]
+    lines = start("--data", *folders)
+    assert lines[:3] == [
+        "'car', 'person' are each one class of street and green",
+        "street does not annotate: dog",
+        "green does not annotate: bus",
+    ]
+    assert lines[3].endswith(f"damex data labels {folders[0]} {folders[1]}")
+    assert "docs/guides/classes.md" in lines[4]
+    assert start("--data", *folders, rank=1) == []
+    assert start("--data", folders[0]) == []
+
+
+def test_it_names_the_classes_of_the_training(start, tmp_path):
+    """Those of a label file, not of the folders."""
+    labels = dict(street=dict(bus="car"), park=dict(dog=None, person="walker"))
+    path = tmp_path / "labels.json"
+    path.write_text(json.dumps(dict(version=1, datasets=labels)))
+    folders = [str(tmp_path / "street"), str(tmp_path / "park")]
+    lines = start("--data", *folders, "--cfg-options", f"label_space={path}")
+    assert lines[:3] == [
+        "'car' (street: 'car', 'bus') is one class of street and park",
+        "street does not annotate: walker",
+        "park does not annotate: person",
+    ]
 
 
 @pytest.fixture

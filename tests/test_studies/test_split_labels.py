@@ -76,6 +76,7 @@ def test_the_default_is_not_below_dense_on_datasets_that_look_alike(halves, tmp_
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
         says_so = "ruby_a and ruby_b look alike: they share experts." in done.stdout
         assert says_so == (name == "default")
+        assert "ruby_a does not annotate: " in done.stdout
         summary = json.loads((tmp_path / name / "summary.json").read_text("utf-8"))
         assert "warnings" not in summary
         scores[name] = summary["mean_ap"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -14,11 +16,17 @@ from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, printable
 from damex.files import write_text
+from damex.options import option_of
 from damex.workbench.check.classes import similar_names
 from damex.workbench.check.sources import mixture_config_of
 
 FEW = 10  # minimum number of boxes to compare sizes and shapes
 FACTOR = 3.0  # ratio of medians that suggests different things
+ADVICE = (
+    "Objects of these classes in images of these datasets are taught as background. If "
+    "there are any: damex data complete adds labels for them, and "
+    "model.ignore_unannotated_classes=True leaves them out of the loss."
+)
 
 
 @dataclass(frozen=True)
@@ -46,31 +54,34 @@ Counts = Mapping[str, Sequence[ClassCount]]  # per dataset
 Rows = Mapping[str, Sequence[tuple[str, ClassCount]]]
 
 
-def labels(config: str, *, cfg_options: Sequence[str], out: str | None) -> None:
-    """Print the merge table of a config, and write an initial label file."""
-    cfg = mixture_config_of(config, cfg_options)
+def labels(data: Sequence[str], *, cfg_options: Sequence[str], out: str | None) -> None:
+    """Print the merge table of a config or folders; write an initial label file."""
+    cfg = mixture_config_of(data, cfg_options)
     specs = parse_mixture(cfg["mixture"])
     rules = cfg.get("label_space") or "union"
     if out is not None and Path(out).suffix != ".json":
         raise ConfigError(f"--out must end in .json, got {out!r}.")
     if out is not None and Path(out).exists():
         raise ConfigError(f"--out: {out} exists; remove it, or choose another name.")
+    space = LabelSpace.from_specs(specs, mode=rules)
     counts = {
         spec.name: count_classes(spec, mapping)
-        for spec, mapping in zip(
-            specs, LabelSpace.from_specs(specs, mode=rules).dataset_classes, strict=True
-        )
+        for spec, mapping in zip(specs, space.dataset_classes, strict=True)
     }
-    print(printable("\n".join(report(counts))))
-    if out is not None:
-        file = starting_file(specs, counts)
-        write_text(out, file.to_text())
+    print(printable("\n".join(report(counts, space))))
+    if out is None:
+        return
+    write_text(out, starting_file(specs, counts).to_text())
+    if cfg.filename is None:  # the file says what these options said
+        said = re.compile(r"label_space=|mixture\.\d+\.rename\b")
+        kept = [word for word in cfg_options if not said.match(word)]
+        words = ["--data", *data, "--cfg-options", *kept, option_of("label_space", out)]
+        use = f"train with it:\n  damex train {shlex.join(words)}"
+    else:
         renaming = ", ".join(spec.name for spec in specs if spec.rename)
         also = f", and remove rename from the entries of {renaming}" if renaming else ""
-        print(
-            f"\nwritten: {out}. Edit it, and set label_space = "
-            f"{out!r} at the top level of the config{also}."
-        )
+        use = f"set label_space = {out!r} at the top level of the config{also}."
+    print(f"\nwritten: {out}. Edit it, and {use}")
 
 
 def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCount]:
@@ -102,7 +113,7 @@ def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCo
     return found
 
 
-def report(counts: Counts) -> list[str]:
+def report(counts: Counts, space: LabelSpace) -> list[str]:
     """The merge table, near-miss names, and names that may mean different things."""
     rows = by_target(counts)
     shared = sum(len({dataset for dataset, _ in row}) > 1 for row in rows.values())
@@ -114,6 +125,7 @@ def report(counts: Counts) -> list[str]:
     for name, row in rows.items():
         cells = "; ".join(f"{dataset}: {_cell(count, name)}" for dataset, count in row)
         lines.append(f"{name:{width}}  {cells}")
+    _, missing = class_notes(space)
     left_out = [
         f"{dataset}: {_cell(count, '')}"
         for dataset, found in counts.items()
@@ -124,7 +136,7 @@ def report(counts: Counts) -> list[str]:
         "near-miss names (one class, or two?)": near_misses(rows, counts),
         "merged by name, but perhaps different things": sorted(conflicts(rows)),
         "left out": left_out,
-        "not annotated by all datasets": partly_annotated(rows, len(counts)),
+        "not annotated by all datasets": [*missing, *([ADVICE] if missing else [])],
     }
     for title, found in sections.items():
         lines += ["", f"{title}:", *(f"  {line}" for line in found or ["none"])]
@@ -193,15 +205,50 @@ def _differences(a: ClassCount, b: ClassCount) -> Iterator[str]:
         yield f"width over height of a typical box {x:.2g} and {y:.2g}"
 
 
-def partly_annotated(rows: Rows, num_datasets: int) -> list[str]:
-    """Advice for classes that only some datasets annotate."""
-    sizes = (len({dataset for dataset, _ in row}) for row in rows.values())
-    some = sum(size < num_datasets for size in sizes)
-    text = (
-        f"{some} classes. Their objects in images of the other datasets are taught as "
-        "background: if there are any, set model.ignore_unannotated_classes=True."
-    )
-    return [text] if some else []
+def class_notes(
+    space: LabelSpace, limit: int | None = None
+) -> tuple[list[str], list[str]]:
+    """Lines on the classes that are merged, and on those that a dataset lacks.
+
+    As in "'car' is one class of photos and playroom", and "photos does not annotate:
+    dog, tree". After ``limit`` names of a line, and lines on merged classes, the others
+    are counted.
+    """
+    owns: dict[str, dict[str, list[str]]] = {name: {} for name in space.classes}
+    for dataset, mapping in zip(
+        space.dataset_names, space.dataset_classes, strict=True
+    ):
+        for own, name in mapping.items():
+            owns[name].setdefault(dataset, []).append(own)
+    shared: dict[tuple[str, ...], list[str]] = {}
+    for name, found in owns.items():
+        words = [
+            f"{dataset}: {', '.join(map(repr, own))}"
+            for dataset, own in found.items()
+            if own != [name]
+        ]
+        text = f"{name!r} ({'; '.join(words)})" if words else repr(name)
+        shared.setdefault(tuple(found), []).append(text)
+    merged = []
+    for (*others, last), names in shared.items():
+        if others:
+            verb = "are each" if names[1:] else "is"
+            text = f"{', '.join(_few(names, limit))} {verb} one class of "
+            merged.append(f"{text}{', '.join(others)} and {last}")
+    missing = []
+    for dataset in space.dataset_names:
+        names = [name for name, found in owns.items() if dataset not in found]
+        if names:
+            line = f"{dataset} does not annotate: {', '.join(_few(names, limit))}"
+            missing.append(line)
+    return _few(merged, limit), missing
+
+
+def _few(names: Sequence[str], limit: int | None) -> list[str]:
+    """The first names, and how many more there are."""
+    shown = [*names[:limit]]
+    more = len(names) - len(shown)
+    return [*shown, f"and {more} more"] if more else shown
 
 
 def starting_file(specs: Sequence[DatasetSpec], counts: Counts) -> LabelFile:

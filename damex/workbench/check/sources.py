@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,26 @@ from damex.datasets.spec import SPLITS, DatasetSpec, Source, coco_paths
 from damex.errors import ConfigError, DataError
 from damex.options import parse_options
 from damex.workbench.formats import conversion  # noqa: F401 - readers of root=
-from damex.workbench.zero_config import folder_name
+from damex.workbench.zero_config import mixture_of, named_folders
 
 
-def mixture_config_of(config: str, options: Sequence[str] = ()) -> Config:
-    """Read the config, or dataset folder, of a command about data.
+def mixture_config_of(data: str | Sequence[str], options: Sequence[str] = ()) -> Config:
+    """Read the config, or the dataset folders, of a command about data.
+
+    Folders are words as of ``damex train --data``; their config has no ``filename``.
 
     Raises:
-        ConfigError: If the config cannot be read, or has no mixture.
+        ConfigError: If the config cannot be read, has no mixture or is not alone, or if
+            a folder is missing.
     """
-    folder = Path(config).expanduser()
-    if folder.is_dir():
-        entry = dict(name=folder_name(folder), root=str(folder))
-        cfg = Config(dict(mixture=[entry]))
+    config, *others = words = [data] if isinstance(data, str) else [*data]
+    if others or _is_folder(config):
+        for word in filter(_is_config, words):
+            raise ConfigError(
+                f"{word} is not a folder. Name folders only; or one config alone, with "
+                "all datasets in its mixture."
+            )
+        cfg = Config(dict(mixture=mixture_of(named_folders(words))))
         merge_options(cfg, parse_options(options))
         return cfg
     try:
@@ -63,6 +71,19 @@ def mixture_config_of(config: str, options: Sequence[str] = ()) -> Config:
         import_modules(cfg)  # they may define the dataset class
     set_image_size(cfg)
     return cfg
+
+
+def _is_folder(word: str) -> bool:
+    """Whether a word is a folder, or ``NAME=FOLDER``, which may be missing."""
+    path = Path(word).expanduser()
+    return path.is_dir() or ("=" in word and not path.exists())
+
+
+def _is_config(word: str) -> bool:
+    """Whether a word is a file, or the name of a config of damex."""
+    with suppress(ConfigError):
+        return not _is_folder(word) and bool(find_config(word))
+    return False
 
 
 def sources_of(

@@ -115,10 +115,11 @@ def convert(
 @command(
     data,
     "damex.workbench.check.labels",
-    "damex data labels my_mixture.py --out labels.json",
+    "damex data labels data/fish boards=data/boards --out labels.json",
+    "damex data labels my_mixture.py",
 )
 def labels(
-    config: ConfigOrFolder,
+    data: tuple[str, ...],
     /,
     *,
     cfg_options: CfgOptions = (),
@@ -127,6 +128,7 @@ def labels(
     """Print which classes of the datasets are merged, and which may mean the same.
 
     Args:
+        data: Folders of datasets, [NAME=]FOLDER as in damex train --data; or a config.
         out: Write these classes to a label file that you can edit.
     """
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from mmengine.config import Config
 from mmengine.device import get_device, utils
+from mmengine.runner import Runner
 from torch import cuda
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.engine.config import build_runner, load_config
-from damex.errors import ConfigError
+from damex.engine.config import build_runner, label_space_of, load_config
+from damex.errors import ConfigError, printable
 from damex.workbench.check.domains import Pair, has_experts, share_experts
+from damex.workbench.check.labels import class_notes
 from damex.workbench.zero_config import config_of_folders, named_folders
 
 
@@ -61,7 +64,9 @@ def train(
         cfg.resume = True
         cfg.load_from = resume[0] if resume else None
     add_data_check(cfg)
-    build_runner(cfg).train()
+    runner = build_runner(cfg)
+    _print_classes(runner, data)
+    runner.train()
 
 
 def _print_shared(mixture: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -> None:
@@ -75,6 +80,25 @@ def _print_shared(mixture: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -
                 f"{first} and {second} look alike: they share experts. To keep them "
                 "apart: --cfg-options mixture.0.group=NAME mixture.1.group=OTHER ..."
             )
+
+
+def _print_classes(runner: Runner, data: Sequence[str]) -> None:
+    """Say which classes of folders are merged or missing, on the first process."""
+    space = label_space_of(runner.cfg)
+    if not data or space is None or runner.rank != 0:
+        return
+    merged, missing = class_notes(space, limit=12)
+    lines = [*merged, *missing]
+    if lines:
+        lines.append(
+            f"All classes, and similar names: damex data labels {shlex.join(data)}"
+        )
+    if missing:
+        lines.append(
+            "If images show such objects without labels: damex data complete, "
+            "docs/guides/classes.md"
+        )
+    print(printable("\n".join(lines)), end="\n" if lines else "")
 
 
 def test(
