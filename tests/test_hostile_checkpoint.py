@@ -192,6 +192,10 @@ READING = {
         "experts PTH --images DATA/street/images --out new.png",
     ],
     "grow": ["grow PTH DATA/grown.py --images 1 --out new.pth"],
+    "data complete": [
+        "data complete PTH --out new",
+        "data complete PTH --data DATA/street DATA/park --out new",
+    ],
 }
 WRITING = {
     "prune": ["prune PTH --drop park --out new.pth"],
@@ -218,8 +222,10 @@ def run(line, trained, checkpoint):
 
 def test_every_command_that_reads_a_checkpoint_is_in_a_table():
     reading = set()
-    for name in app:
-        taken = inspect.signature(app[name].default_command or app).parameters
+    commands = {name: app[name] for name in app}
+    commands |= {f"data {name}": app["data"][name] for name in app["data"]}
+    for name, one in commands.items():
+        taken = inspect.signature(one.default_command or app).parameters
         if taken.keys() & {"checkpoint", "resume"}:
             reading.add(name)
     assert reading == {*READING, *WRITING, *CONFIGURED}

@@ -114,6 +114,7 @@ def train(
     device: str | None = None,
     amp: bool = False,
     resume: bool = False,
+    complete: bool = False,
     options: Mapping[str, Any] | None = None,
     verbose: bool = True,
 ) -> TrainedRun:
@@ -132,6 +133,8 @@ def train(
         device: ``cpu``, ``cuda`` or ``cuda:1``; by default a GPU if available.
         amp: Mixed precision, on a GPU.
         resume: Continue from the last checkpoint of the work dir.
+        complete: Write the labels that one dataset lacks and another has, after half of
+            the epochs, and train on.
         options: Settings of the config to change: ``{"moe.gate.k": 2}``. Values are
             numbers, texts, True, False, None, and lists, tuples and dicts of them.
         verbose: Print the output of the training.
@@ -155,10 +158,10 @@ def train(
     words += ["--work-dir", str(folder)]
     for name, value in (("model", model), ("epochs", epochs), ("device", device)):
         words += [] if value is None else [f"--{name}", str(value)]
-    words += ["--amp"] * amp + ["--resume"] * resume
+    words += ["--amp"] * amp + ["--resume"] * resume + ["--complete"] * complete
     if options:
         words += ["--cfg-options", *(option_of(*row) for row in options.items())]
-    _run(words, verbose)
+    run_command(words, verbose=verbose)
     return _finished(folder)
 
 
@@ -191,7 +194,7 @@ def _data_words(data: Any) -> list[str]:
     return [f"{name}={os.fspath(folder)}" for name, folder in data.items()]
 
 
-def _run(words: Sequence[str], verbose: bool) -> None:
+def run_command(words: Sequence[str], *, verbose: bool) -> None:
     """Run a command, printing its lines as they come; its errors are raised here."""
     last: list[str] = []
     # Set in notebooks, these make a bar of control codes out of every line.
@@ -371,6 +374,39 @@ class Detector:
                 entries, split=split, batch_size=batch_size, classwise=classwise
             )
         return Evaluation.of(found)
+
+    def complete(
+        self,
+        data: Data,
+        out: str | os.PathLike,
+        *,
+        classes: Sequence[str] = (),
+        min_score: float | None = None,
+    ) -> Path:
+        """Write the labels that datasets lack, found by this detector.
+
+        Args:
+            data: Folder of each dataset by name; or folders, whose names are taken.
+            out: The new folder, with a folder for each dataset and ``index.html``.
+            classes: Classes to look for; all by default.
+            min_score: Score from which finds are labels; by default each class has its
+                own, chosen on validation images.
+
+        Raises:
+            ConfigError: If nothing can be completed, or the folder exists.
+            DataError: If the data cannot be read.
+        """
+        from damex.workbench.complete.complete import write_completed
+        from damex.workbench.complete.teacher import DetectorTeacher
+
+        teacher = DetectorTeacher(self._predictor, batch_size=8)
+        options: dict[str, Any] = dict(classes=classes, min_score=min_score)
+        folders = named_folders(_data_words(data))
+        with _quiet():
+            write_completed(
+                teacher, folders, Path(out), source=str(self.checkpoint), **options
+            )
+        return Path(out)
 
     def export(
         self,

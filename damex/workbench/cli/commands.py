@@ -56,6 +56,7 @@ app = program(
     "damex.workbench.cli.train",
     "damex train quickstart",
     "damex train --data fish=data/fish data/boards --epochs 12",
+    "damex train --data data/cats data/dogs --complete",
     "damex train configs/my_mixture.py --cfg-options max_epochs=12 moe=dense",
     "damex train configs/my_mixture.py --resume",
 )
@@ -84,6 +85,7 @@ def train(
         tuple[str, ...] | None,
         parameter("[CHECKPOINT]", consume_multiple=(0, 1)),
     ] = None,
+    complete: bool = False,
 ) -> None:
     """Train a detector on several datasets.
 
@@ -94,6 +96,8 @@ def train(
         amp: Train in mixed precision; needs a GPU.
         auto_scale_lr: Scale the learning rate by the batch size of all processes.
         resume: Continue from a checkpoint (default: the last one in the work dir).
+        complete: With --data: after half of the epochs, write the labels that a dataset
+            lacks and another has, and train on (see damex data complete).
     """
 
 

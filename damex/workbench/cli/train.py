@@ -18,6 +18,7 @@ from damex.engine.config import build_runner, label_space_of, load_config
 from damex.errors import ConfigError, printable
 from damex.workbench.check.domains import Pair, has_experts, share_experts
 from damex.workbench.check.labels import class_notes
+from damex.workbench.complete.training import train_completed
 from damex.workbench.zero_config import config_of_folders, named_folders
 
 
@@ -31,6 +32,7 @@ def train(
     amp: bool,
     auto_scale_lr: bool,
     resume: Sequence[str] | None,
+    complete: bool,
     **run: Any,
 ) -> None:
     """Train as mmdet's ``tools/train.py`` does; options as in ``damex train``."""
@@ -41,6 +43,12 @@ def train(
         )
     if config is not None and model is not None:
         raise ConfigError("--model belongs to --data: a config sets its own model.")
+    if complete:
+        rare = amp or auto_scale_lr or resume is not None
+        _train_completed(
+            data=data, model=model, epochs=epochs, device=device, rare=rare, **run
+        )
+        return
     use_device(device)
     alike: list[Pair] = []
     start = config or config_of_folders(named_folders(data), model or "tiny")
@@ -54,12 +62,7 @@ def train(
     if amp:
         use_amp(cfg)
     if auto_scale_lr:
-        if "base_batch_size" not in (cfg.get("auto_scale_lr") or {}):
-            raise ConfigError(
-                "--auto-scale-lr needs auto_scale_lr=dict(base_batch_size=...) in the "
-                "config."
-            )
-        cfg.auto_scale_lr.enable = True
+        _scale_lr(cfg)
     if resume is not None:
         cfg.resume = True
         cfg.load_from = resume[0] if resume else None
@@ -67,6 +70,35 @@ def train(
     runner = build_runner(cfg)
     _print_classes(runner, data)
     runner.train()
+
+
+def _scale_lr(cfg: Config) -> None:
+    """Scale the learning rate by the batch size; ConfigError without a base."""
+    if "base_batch_size" not in (cfg.get("auto_scale_lr") or {}):
+        raise ConfigError(
+            "--auto-scale-lr needs auto_scale_lr=dict(base_batch_size=...) in the "
+            "config."
+        )
+    cfg.auto_scale_lr.enable = True
+
+
+def _train_completed(
+    *,
+    rare: bool,
+    cfg_options: Sequence[str],
+    launcher: str,
+    local_rank: int,
+    **options: Any,
+) -> None:
+    """Train on the labels, and then on completed ones; ``rare`` options are refused."""
+    if not options["data"] or rare or launcher != "none":
+        raise ConfigError(
+            "--complete takes --data FOLDER FOLDER and, of the other options, --model, "
+            "--epochs, --device, --work-dir and --cfg-options; if it is interrupted, "
+            "repeat it: what is finished is kept. For a config or several GPUs, run "
+            "damex train, damex data complete and damex train one by one."
+        )
+    train_completed(options=cfg_options, **options)
 
 
 def _print_shared(mixture: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -> None:

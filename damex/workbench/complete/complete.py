@@ -84,34 +84,47 @@ def complete(
             "data complete needs one teacher: a CHECKPOINT of damex train, or --from "
             "FILE.json with the detections of another model."
         )
-    folder = Path(out)
-    if folder.exists():
-        raise ConfigError(f"--out: {out} exists; remove it, or choose another folder.")
     filter_console()
-    entries = [dict(name=k, root=root) for k, root in named_folders(data).items()]
-    teacher: Teacher
     if detections is not None:
-        if not entries:
-            raise ConfigError("--from needs the datasets: --data FOLDER FOLDER.")
-        teacher, known, trained = FileTeacher(detections), {}, []
+        teacher: Teacher = FileTeacher(detections)
     else:
         predictor = Predictor(str(checkpoint), device=device, trust=trust)
         teacher = DetectorTeacher(predictor, batch_size=batch_size)
-        space, trained = predictor.label_space, predictor.mixture
-        known = dict(zip(space.dataset_names, space.dataset_classes, strict=True))
-    datasets = read_datasets(entries or trained, known)
-    witnesses = [*datasets, *_readable(trained, known, datasets)]
-    report = complete_datasets(
+    report = write_completed(
         teacher,
-        datasets,
-        folder,
-        witnesses=witnesses,
-        classes=_chosen(teacher, classes),
+        named_folders(data),
+        Path(out),
+        classes=classes,
         min_score=min_score,
         samples=samples,
         source=str(checkpoint or detections),
     )
     print(printable(report))
+
+
+def write_completed(
+    teacher: Teacher,
+    folders: Mapping[str, str],
+    out: Path,
+    *,
+    classes: Sequence[str],
+    **options: Any,
+) -> str:
+    """Complete the datasets in folders, or without any those of a detector.
+
+    Options as for :func:`complete_datasets`. Returns a report for the screen.
+    """
+    if out.exists():
+        raise ConfigError(f"{out} exists; remove it, or choose another folder.")
+    known, trained = teacher.known, teacher.mixture
+    entries = [dict(name=name, root=root) for name, root in folders.items()]
+    if not (entries or trained):
+        raise ConfigError("--from needs the datasets: --data FOLDER FOLDER.")
+    datasets = read_datasets(entries or trained, known)
+    witnesses = [*datasets, *_readable(trained, known, datasets)]
+    chosen = _chosen(teacher, classes)
+    options.update(witnesses=witnesses, classes=chosen)
+    return complete_datasets(teacher, datasets, out, **options)
 
 
 def _readable(
@@ -242,20 +255,28 @@ def _best(curve: Curve, beta: float, *, least: float = 0.0) -> float:
 
     F-beta weighs recall ``beta`` times as much as precision (van Rijsbergen 1979).
     """
-    p_R, r_R, weight = curve.precision_R, curve.recall_R, beta**2
-    f_R = (1 + weight) * p_R * r_R / np.maximum(weight * p_R + r_R, 1e-12)
-    f_R = np.where(p_R >= max(least, 1e-12), f_R, -1.0)
-    return float(curve.score_R[f_R.argmax()]) if f_R.max() > 0 else float("inf")
+    best, weight = (0.0, float("inf")), beta**2
+    for score in np.unique(curve.score_R[curve.precision_R > 0]).tolist():
+        p, r = _at_score(curve, score)
+        if p >= least and r > 0:
+            best = max(best, ((1 + weight) * p * r / (weight * p + r), score))
+    return best[1]
+
+
+def _at_score(curve: Curve, score: float) -> tuple[float, float]:
+    """Precision and recall of the detections with a score or more."""
+    reached = np.flatnonzero((curve.precision_R > 0) & (curve.score_R >= score))
+    if not len(reached):
+        return 0.0, 0.0
+    return float(curve.precision_R[reached[-1]]), float(curve.recall_R[reached[-1]])
 
 
 def _at(curve: Curve, sure: float, doubtful: float) -> Threshold:
     """The thresholds with the precision and recall of labels."""
-    reached = np.flatnonzero((curve.precision_R > 0) & (curve.score_R >= sure))
     precision = recall = None
     if curve.objects:
-        precision = float(curve.precision_R[reached[-1]]) if len(reached) else None
-        recall = float(curve.recall_R[reached[-1]]) if len(reached) else 0.0
-    return Threshold(sure, doubtful, precision, recall, curve.objects)
+        precision, recall = _at_score(curve, sure)
+    return Threshold(sure, doubtful, precision or None, recall, curve.objects)
 
 
 def find_labels(
@@ -277,9 +298,9 @@ def find_labels(
         for place in _new_objects(found, split.boxes_of(image)):
             name, score = found.names[place], float(found.scores_N[place])
             if score >= thresholds[name].doubtful:
-                box = tuple(map(float, found.boxes_N4[place]))
+                x1, y1, x2, y2 = map(float, found.boxes_N4[place])
                 is_sure = score >= thresholds[name].sure
-                labels.append(Label(image, box, name, score, is_sure))
+                labels.append(Label(image, (x1, y1, x2, y2), name, score, is_sure))
     return labels
 
 

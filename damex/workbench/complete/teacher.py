@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,9 +39,22 @@ class Found(NamedTuple):
 
 
 class Teacher(Protocol):
-    """Finds objects of ``classes``, names of the mixture."""
+    """Finds objects in images."""
 
-    classes: tuple[str, ...]
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes in the mixture."""
+        ...
+
+    @property
+    def known(self) -> Mapping[str, Mapping[str, str]]:
+        """Class names of the datasets that it was trained on, as in a label space."""
+        ...
+
+    @property
+    def mixture(self) -> Sequence[Mapping[str, Any]]:
+        """Entries of the datasets that it was trained on."""
+        ...
 
     def find(
         self, images: Sequence[Path], wanted: Collection[str], bar: Bar
@@ -59,6 +73,9 @@ class DetectorTeacher:
     def __init__(self, predictor: Predictor, *, batch_size: int) -> None:
         self._predictor, self._batch_size = predictor, batch_size
         self.classes = tuple(predictor.classes)
+        space = predictor.label_space
+        self.known = dict(zip(space.dataset_names, space.dataset_classes, strict=True))
+        self.mixture = predictor.mixture
 
     def find(
         self, images: Sequence[Path], wanted: Collection[str], bar: Bar
@@ -86,6 +103,9 @@ class FileTeacher:
     Raises:
         DataError: If it is not such a file.
     """
+
+    known: Mapping[str, Mapping[str, str]] = MappingProxyType({})
+    mixture: Sequence[Mapping[str, Any]] = ()
 
     def __init__(self, path: str) -> None:
         self._path, location = path, Location("", path)
@@ -146,6 +166,7 @@ def _joined(rows: Iterable[Found]) -> Found:
     every = [*rows]
     if not every:
         return Found(np.zeros((0, 4)), np.zeros(0), ())
-    boxes_N4, scores_N, names = zip(*every, strict=True)
-    joined: Any = (np.concatenate(boxes_N4), np.concatenate(scores_N))
-    return Found(*joined, sum(names, ())).without_doubles()
+    boxes_N4 = np.concatenate([one.boxes_N4 for one in every])
+    scores_N = np.concatenate([one.scores_N for one in every])
+    names = tuple(name for one in every for name in one.names)
+    return Found(boxes_N4, scores_N, names).without_doubles()
