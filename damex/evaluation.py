@@ -63,7 +63,7 @@ def coco_scores(
     Both backends give the same numbers, in [0, 1].
     """
     by_class = [f"AP_class_{label}" for label in sorted(classes) if classwise]
-    found = _evaluated(images, classes, backend, max_dets)
+    found = coco_evaluation(images, classes, backend, max_dets)
     if found is None:
         return dict.fromkeys((*SCORE_NAMES, *by_class), float("nan"))
     # IoU thresholds, recalls, classes, object sizes; of max_dets detections. (The
@@ -78,39 +78,7 @@ def coco_scores(
     return {name: _mean(part) for name, part in zip(names, parts, strict=True)}
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Precision over recall of one class at IoU 0.5, as in COCO.
-
-    Args:
-        precision_R: In [0, 1], at 101 recalls; 0 where a recall is not reached.
-        recall_R: 0, 0.01, ..., 1.
-        score_R: Scores of the detections with which recalls are reached.
-        objects: Number of objects.
-    """
-
-    precision_R: np.ndarray
-    recall_R: np.ndarray
-    score_R: np.ndarray
-    objects: int
-
-
-def precision_curve(images: Sequence[ImageResult], label: int) -> Curve:
-    """Precision, recall and score of the detections of one class."""
-    recall_R = np.linspace(0, 1, 101)
-    found = _evaluated(images, {label: "class"}, None, MAX_DETS)
-    if found is None:
-        return Curve(np.zeros(101), recall_R, np.zeros(101), 0)
-    objects = sum(
-        one["label"] == label and not one["iscrowd"]
-        for image in images
-        for one in image.ground_truth
-    )
-    precision_R, score_R = (found[key][0, :, 0, 0] for key in ("precision", "scores"))
-    return Curve(precision_R.clip(min=0), recall_R, score_R.clip(min=0), objects)
-
-
-def _evaluated(
+def coco_evaluation(
     images: Sequence[ImageResult],
     classes: Mapping[int, str],
     backend: str | None,

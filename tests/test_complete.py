@@ -10,11 +10,12 @@ from PIL import Image
 import damex
 from damex.__main__ import main
 from damex.datasets.mixture import MixtureDataset
-from damex.evaluation import ImageResult, precision_curve
+from damex.evaluation import ImageResult
 from damex.workbench.api import Detector
-from damex.workbench.complete.complete import find_thresholds, write_completed
+from damex.workbench.complete.complete import write_completed
 from damex.workbench.complete.datasets import read_datasets
 from damex.workbench.complete.teacher import DetectorTeacher, FileTeacher, Found
+from damex.workbench.complete.thresholds import find_thresholds, precision_curve
 from damex.workbench.complete.training import train_completed
 
 WIDE, HIGH = 48, 32

@@ -200,13 +200,15 @@ class RoutedDetector(_Detector):
         with self._step(
             batch_inputs, batch_data_samples, group_ids_B=groups, ground_truth=truth
         ):
-            with self._ignoring(batch_data_samples):
+            awareness = self.awareness
+            known = awareness.ignored_if_found(batch_data_samples) if awareness else {}
+            with ignoring(self, batch_data_samples, **known):
                 losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
             if self.training and self.tally is not None:
                 self.tally.add(self.routing.records)
-            if self.awareness is not None:
-                losses.update(self.awareness.losses(groups))
+            if awareness is not None:
+                losses.update(awareness.losses(groups))
             gates = self.routing.gates
             if self.channel_gating is not None and gates is not None:
                 found = self.channel_gating.losses(gates, batch_data_samples, groups)
@@ -215,12 +217,6 @@ class RoutedDetector(_Detector):
             return losses
         self.end_step()
         return losses if self._warmup is None else self._warmup.choose_losses(losses)
-
-    def _ignoring(self, samples: list) -> AbstractContextManager[None]:
-        """Ignore classes of queries that may be right, though no object is labeled."""
-        awareness = self.awareness
-        known = {} if awareness is None else awareness.ignored_if_found(samples)
-        return ignoring(self, samples, **known)
 
     def predict(
         self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True

@@ -6,7 +6,6 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torchvision.ops import box_iou
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, did_you_mean, printable
-from damex.evaluation import Curve, precision_curve
 from damex.files import make_folder, write_json
 from damex.inference.predictor import Predictor
 from damex.progress import Bar
@@ -35,30 +33,12 @@ from damex.workbench.complete.teacher import (
     Found,
     Teacher,
 )
+from damex.workbench.complete.thresholds import (
+    MIN_OBJECTS,
+    Threshold,
+    find_thresholds,
+)
 from damex.workbench.zero_config import named_folders
-
-MIN_OBJECTS = 5  # of a class, to choose its threshold on validation images
-MIN_PRECISION = 0.5  # of labels: more than half of them have to be right
-DOUBT = 2.0  # weight of recall over precision where a find is ignored at least
-
-
-@dataclass(frozen=True)
-class Threshold:
-    """Scores from which a find of a class is used, and what to expect of its labels.
-
-    Attributes:
-        sure: Finds become labels from here; above 1 for none.
-        doubtful: Finds are ignored by the loss from here.
-        precision: Share of the labels that are right, on validation images.
-        recall: Share of the objects that get a label, on validation images.
-        objects: Number of objects there.
-    """
-
-    sure: float
-    doubtful: float
-    precision: float | None
-    recall: float | None
-    objects: int
 
 
 def complete(
@@ -189,7 +169,9 @@ def complete_datasets(
     try:
         with Bar() as bar:
             thresholds = find_thresholds(teacher, witnesses, wanted, min_score, bar)
-            about = dict(teacher=source, thresholds=_plain(thresholds))
+            about = dict(
+                teacher=source, thresholds={k: v.plain for k, v in thresholds.items()}
+            )
             labels = {}
             for one in datasets:
                 names = [name for name in missing[one.name] if name in thresholds]
@@ -216,67 +198,6 @@ def _chosen(teacher: Teacher, classes: Sequence[str]) -> Sequence[str]:
                 f"{did_you_mean(name, teacher.classes)}"
             )
     return classes or teacher.classes
-
-
-def find_thresholds(
-    teacher: Teacher,
-    witnesses: Sequence[LabeledDataset],
-    wanted: Sequence[str],
-    min_score: float | None,
-    bar: Bar,
-) -> dict[str, Threshold]:
-    """Choose the scores of each class on the validation images that label it.
-
-    A class with fewer than ``MIN_OBJECTS`` objects there is left out, unless
-    ``min_score`` is given.
-    """
-    images: dict[str, list[Any]] = {name: [] for name in wanted}
-    for one in witnesses:
-        known = [name for name in wanted if name in one.classes.values()]
-        if known and (split := one.splits.get("val")) is not None:
-            found = teacher.find(split.paths, known, bar)
-            results = one.results(found, wanted)
-            for name in known:
-                images[name] += results
-    thresholds = {}
-    for label, name in enumerate(wanted):
-        curve = precision_curve(images[name], label)
-        if min_score is not None:
-            thresholds[name] = _at(curve, min_score, min_score / DOUBT)
-        elif curve.objects >= MIN_OBJECTS:
-            sure = _best(curve, 1.0, least=MIN_PRECISION)
-            doubtful = _best(curve, DOUBT)
-            thresholds[name] = _at(curve, sure, min(sure, doubtful))
-    return thresholds
-
-
-def _best(curve: Curve, beta: float, *, least: float = 0.0) -> float:
-    """Score with the best F-beta among those with a precision of ``least``; else inf.
-
-    F-beta weighs recall ``beta`` times as much as precision (van Rijsbergen 1979).
-    """
-    best, weight = (0.0, float("inf")), beta**2
-    for score in np.unique(curve.score_R[curve.precision_R > 0]).tolist():
-        p, r = _at_score(curve, score)
-        if p >= least and r > 0:
-            best = max(best, ((1 + weight) * p * r / (weight * p + r), score))
-    return best[1]
-
-
-def _at_score(curve: Curve, score: float) -> tuple[float, float]:
-    """Precision and recall of the detections with a score or more."""
-    reached = np.flatnonzero((curve.precision_R > 0) & (curve.score_R >= score))
-    if not len(reached):
-        return 0.0, 0.0
-    return float(curve.precision_R[reached[-1]]), float(curve.recall_R[reached[-1]])
-
-
-def _at(curve: Curve, sure: float, doubtful: float) -> Threshold:
-    """The thresholds with the precision and recall of labels."""
-    precision = recall = None
-    if curve.objects:
-        precision, recall = _at_score(curve, sure)
-    return Threshold(sure, doubtful, precision or None, recall, curve.objects)
 
 
 def find_labels(
@@ -324,14 +245,6 @@ def _counts(labels: Mapping[str, Sequence[Label]]) -> dict[str, dict[str, list[i
         names = sorted({*sure, *doubtful})
         counts[dataset] = {name: [sure[name], doubtful[name]] for name in names}
     return counts
-
-
-def _plain(thresholds: Mapping[str, Threshold]) -> dict[str, dict[str, Any]]:
-    """Values for JSON, which has no infinity."""
-    return {
-        name: {k: None if v == float("inf") else v for k, v in asdict(one).items()}
-        for name, one in thresholds.items()
-    }
 
 
 def report(
