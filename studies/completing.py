@@ -17,7 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torchvision.ops import box_iou
 
 from damex.workbench.cli.run import Jobs, Seeds, program, run_command
 
@@ -134,6 +137,77 @@ def _damex(*words: str) -> None:
     done = subprocess.run([*DAMEX, *words], capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}\n{done.stdout[-3000:]}{done.stderr}")
+
+
+@app.command
+def quality(completed: Path, truth: Path, /) -> None:
+    """Print how many of the written labels are right, and of the missing ones found.
+
+    Args:
+        completed: Folder of completed datasets.
+        truth: Folder of the same datasets with all labels.
+    """
+    print(f"{'':28} labels  ignored  missing  right  found  found or ignored")
+    for folder in sorted(truth.iterdir()):
+        document = json.loads((completed / folder.name / "train.json").read_text())
+        whole = json.loads((folder / "train.json").read_text())
+        names = {one["id"]: one["name"] for one in document["categories"]}
+        for name in [c["name"] for c in document["categories"] if c.get("predicted")]:
+            finds = _boxes(document, name, names, predicted=True)
+            objects = _boxes(
+                whole, name, {c["id"]: c["name"] for c in whole["categories"]}
+            )
+            right, found = _matched([one for one in finds if not one.is_crowd], objects)
+            _, covered = _matched(finds, objects)
+            sure = sum(not one.is_crowd for one in finds)
+            rates = [right / max(sure, 1)]
+            rates += [count / max(len(objects), 1) for count in (found, covered)]
+            numbers = f"{sure:6} {len(finds) - sure:8} {len(objects):8}"
+            shares = " ".join(f"{rate:6.0%}" for rate in rates)
+            print(f"{folder.name + ' ' + name:28} {numbers} {shares}")
+
+
+class Box(NamedTuple):
+    """A box of a class in an image: corners in pixels."""
+
+    image: str
+    corners: tuple[float, float, float, float]
+    is_crowd: bool
+    score: float
+
+
+def _boxes(
+    document: Any, name: str, names: Mapping[Any, str], *, predicted: bool = False
+) -> list[Box]:
+    """Boxes of a class, best first."""
+    files = {one["id"]: Path(one["file_name"]).name for one in document["images"]}
+    found = []
+    for row in document["annotations"]:
+        if (
+            names[row["category_id"]] == name
+            and row.get("predicted", False) == predicted
+        ):
+            x, y, w, h = row["bbox"]
+            corners, score = (x, y, x + w, y + h), row.get("score", 1.0)
+            crowd = bool(row.get("iscrowd"))
+            found.append(Box(files[row["image_id"]], corners, crowd, score))
+    return sorted(found, key=lambda one: -one.score)
+
+
+def _matched(finds: Sequence[Box], objects: Sequence[Box]) -> tuple[int, int]:
+    """Numbers of finds that are objects, at IoU 0.5, and of objects that are found."""
+    free = dict.fromkeys(range(len(objects)))
+    right = 0
+    for find in finds:
+        places = [place for place in free if objects[place].image == find.image]
+        if not places:
+            continue
+        corners = torch.tensor([objects[place].corners for place in places])
+        overlaps = box_iou(torch.tensor([find.corners]), corners)[0]
+        if overlaps.max() >= 0.5:
+            del free[places[int(overlaps.argmax())]]
+            right += 1
+    return right, len(objects) - len(free)
 
 
 def _scores(folder: Path) -> tuple[float, dict[str, float]]:
