@@ -9,6 +9,7 @@ import pytest
 
 from damex.workbench.cli.run import run_command
 from damex.workbench.toydata import generate_toy_mixture
+from studies.completing import app as completing
 from studies.split_labels import app
 from studies.worlds import WORDS, world_specs
 
@@ -54,6 +55,46 @@ def test_halves_share_no_label_and_no_training_image(halves):
         assert {one["category_id"] for one in document["annotations"]} <= labels
         assert {one["image_id"] for one in document["annotations"]} <= images
         assert document["annotations"]
+
+
+def test_halves_may_keep_all_labels_of_some_classes(halves, tmp_path):
+    halves(9, 4)
+    out, kept = tmp_path / "whole", [WORDS[0], WORDS[3]]
+    words = ["--out", str(out), "--all-labels", "--classes", *kept]
+    assert run_command(app, [str(tmp_path / "worlds/ruby"), *words]) == 0
+    read = {
+        split: json.loads((out / "ruby_b" / f"{split}.json").read_text("utf-8"))
+        for split in ("train", "val")
+    }
+    names = {k: [c["name"] for c in one["categories"]] for k, one in read.items()}
+    assert names == dict(train=kept, val=[WORDS[3]])
+    assert len(read["train"]["images"]) == 4
+    labels = {one["category_id"] for one in read["train"]["annotations"]}
+    assert labels == {one["id"] for one in read["train"]["categories"]}
+
+
+def test_the_quality_of_labels_is_counted(tmp_path, capsys):
+    """Two of three labels are right, one of them twice; an ignored box is right."""
+    boxes = [[0, 0, 10, 6], [20, 0, 10, 6], [40, 0, 10, 6], [60, 0, 10, 6]]
+    finds = [boxes[0], [0, 0, 10, 5], [20, 0, 10, 4], boxes[2]]
+    images = [dict(id=1, file_name="images/a.png")]
+    for folder, rows, more in (
+        ("truth", boxes, [{}] * 4),
+        ("done", finds, [dict(predicted=True, iscrowd=int(n == 3)) for n in range(4)]),
+    ):
+        (tmp_path / folder / "cats").mkdir(parents=True)
+        category = dict(id=1, name="dog", predicted=folder == "done")
+        annotations = [
+            dict(id=n, image_id=1, category_id=1, bbox=box, score=1 - n / 10, **also)
+            for n, (box, also) in enumerate(zip(rows, more, strict=True))
+        ]
+        document = dict(images=images, annotations=annotations, categories=[category])
+        file = tmp_path / folder / "cats" / "train.json"
+        file.write_text(json.dumps(document))
+    words = ["quality", str(tmp_path / "done"), str(tmp_path / "truth")]
+    assert run_command(completing, words) == 0
+    row = capsys.readouterr().out.splitlines()[1].split()
+    assert row == ["cats", "dog", "3", "1", "4", "67%", "50%", "75%"]
 
 
 @pytest.mark.slow
