@@ -62,40 +62,15 @@ def coco_scores(
     scores, the first counts first, so pass the images in the order of their COCO ids.
     Both backends give the same numbers, in [0, 1].
     """
-    by_class = [f"AP_class_{label}" for label in sorted(classes) if classwise]
-    found = coco_evaluation(images, classes, backend, max_dets)
-    if found is None:
-        return dict.fromkeys((*SCORE_NAMES, *by_class), float("nan"))
-    # IoU thresholds, recalls, classes, object sizes; of max_dets detections. (The
-    # summary of pycocotools knows no other limit than 100.)
-    precision_TRKA = found["precision"]
-    half, three_quarters = 0, 5  # thresholds are 0.50, 0.55, ..., 0.95
-    all_TRK = precision_TRKA[..., 0]
-    parts = [all_TRK, all_TRK[half], all_TRK[three_quarters]]
-    parts += [precision_TRKA[..., size] for size in (1, 2, 3)]
-    parts += [all_TRK[..., number] for number in range(len(by_class))]
-    names = (*SCORE_NAMES, *by_class)
-    return {name: _mean(part) for name, part in zip(names, parts, strict=True)}
-
-
-def coco_evaluation(
-    images: Sequence[ImageResult],
-    classes: Mapping[int, str],
-    backend: str | None,
-    max_dets: int,
-) -> dict[str, np.ndarray] | None:
-    """Precision and scores by COCO's protocol; None without any object.
-
-    Axes: IoU thresholds, recalls, classes by label, object sizes.
-    """
     coco_class, eval_class = _load(backend)
     labels = sorted(classes)
     with contextlib.redirect_stdout(io.StringIO()):
         truth = coco_class()
         truth.dataset = _document(images, classes)
         truth.createIndex()
+        by_class = [f"AP_class_{label}" for label in labels if classwise]
         if not truth.dataset["annotations"]:
-            return None
+            return dict.fromkeys((*SCORE_NAMES, *by_class), float("nan"))
         rows = _detections(images, np.asarray(labels))
         found = truth.loadRes(rows) if len(rows) else coco_class()
         evaluation = eval_class(truth, found, "bbox")
@@ -103,8 +78,16 @@ def coco_evaluation(
         evaluation.params.maxDets = [1, max_dets] if max_dets > 1 else [1]
         evaluation.evaluate()
         evaluation.accumulate()
-    keys = ("precision", "scores")
-    return {key: np.asarray(evaluation.eval[key])[..., -1] for key in keys}
+    # IoU thresholds, recalls, classes, object sizes; of max_dets detections. (The
+    # summary of pycocotools knows no other limit than 100.)
+    precision_TRKA = np.asarray(evaluation.eval["precision"])[..., -1]
+    half, three_quarters = 0, 5  # thresholds are 0.50, 0.55, ..., 0.95
+    all_TRK = precision_TRKA[..., 0]
+    parts = [all_TRK, all_TRK[half], all_TRK[three_quarters]]
+    parts += [precision_TRKA[..., size] for size in (1, 2, 3)]
+    parts += [all_TRK[..., number] for number in range(len(by_class))]
+    names = (*SCORE_NAMES, *by_class)
+    return {name: _mean(part) for name, part in zip(names, parts, strict=True)}
 
 
 def _mean(precision: np.ndarray) -> float:

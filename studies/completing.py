@@ -10,7 +10,6 @@ labeled validation images, the dataset not given. Finished runs are skipped.
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +19,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torchvision.ops import box_iou
 
+from damex.workbench.api import run_damex
 from damex.workbench.cli.run import Jobs, Seeds, program, run_command
+from damex.workbench.complete.thresholds import right_ones
 
 CONFIG = "configs/real/missing_labels.py"
-DAMEX = (sys.executable, "-m", "damex")
 Options = Mapping[str, str]
 # Options of trainings that take no second step.
 ARMS: Mapping[str, Options] = MappingProxyType(
@@ -102,7 +101,9 @@ def _run(
     done = teacher / "completed"
     if not done.exists():
         checkpoint = teacher / f"epoch_{epochs // 2}.pth"
-        _damex("data", "complete", str(checkpoint), "--out", str(done))
+        run_damex(
+            ["data", "complete", str(checkpoint), "--out", str(done)], verbose=False
+        )
     folders = [done / name for name in names]
     options = {"load_from": str(teacher / f"epoch_{epochs // 2}.pth")}
     run = train(
@@ -128,15 +129,8 @@ def _train(
         settings = {"moe": moe, "max_epochs": epochs, "randomness.seed": seed}
         words = [f"{k}={v}" for k, v in {**settings, **roots, **options}.items()]
         run = ("--work-dir", str(folder), "--cfg-options", *words)
-        _damex("train", CONFIG, "--device", "cpu", *run)
+        run_damex(["train", CONFIG, "--device", "cpu", *run], verbose=False)
     return folder
-
-
-def _damex(*words: str) -> None:
-    """Run a command of damex; its output is shown if it fails."""
-    done = subprocess.run([*DAMEX, *words], capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}\n{done.stdout[-3000:]}{done.stderr}")
 
 
 @app.command
@@ -157,10 +151,10 @@ def quality(completed: Path, truth: Path, /) -> None:
             objects = _boxes(
                 whole, name, {c["id"]: c["name"] for c in whole["categories"]}
             )
-            right, found = _matched([one for one in finds if not one.is_crowd], objects)
-            _, covered = _matched(finds, objects)
+            found = _matched([one for one in finds if not one.is_crowd], objects)
+            covered = _matched(finds, objects)
             sure = sum(not one.is_crowd for one in finds)
-            rates = [right / max(sure, 1)]
+            rates = [found / max(sure, 1)]
             rates += [count / max(len(objects), 1) for count in (found, covered)]
             numbers = f"{sure:6} {len(finds) - sure:8} {len(objects):8}"
             shares = " ".join(f"{rate:6.0%}" for rate in rates)
@@ -194,20 +188,17 @@ def _boxes(
     return sorted(found, key=lambda one: -one.score)
 
 
-def _matched(finds: Sequence[Box], objects: Sequence[Box]) -> tuple[int, int]:
-    """Numbers of finds that are objects, at IoU 0.5, and of objects that are found."""
-    free = dict.fromkeys(range(len(objects)))
-    right = 0
-    for find in finds:
-        places = [place for place in free if objects[place].image == find.image]
-        if not places:
-            continue
-        corners = torch.tensor([objects[place].corners for place in places])
-        overlaps = box_iou(torch.tensor([find.corners]), corners)[0]
-        if overlaps.max() >= 0.5:
-            del free[places[int(overlaps.argmax())]]
-            right += 1
-    return right, len(objects) - len(free)
+def _matched(boxes: Sequence[Box], objects: Sequence[Box]) -> int:
+    """Number of objects that are found."""
+    count = 0
+    for image in {one.image for one in objects}:
+        both = (
+            [one.corners for one in rows if one.image == image]
+            for rows in (boxes, objects)
+        )
+        found, truth = (torch.tensor(one).double().view(-1, 4) for one in both)
+        count += int(right_ones(found, truth).sum())
+    return count
 
 
 def _scores(folder: Path) -> tuple[float, dict[str, float]]:

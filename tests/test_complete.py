@@ -1,6 +1,7 @@
 """Labels that another dataset of a mixture has: found, doubted, written, deleted."""
 
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +11,18 @@ from PIL import Image
 import damex
 from damex.__main__ import main
 from damex.datasets.mixture import MixtureDataset
-from damex.evaluation import ImageResult
+from damex.errors import ConfigError, DataError
+from damex.options import option_of
 from damex.workbench.api import Detector
 from damex.workbench.complete.complete import write_completed
-from damex.workbench.complete.datasets import read_datasets
+from damex.workbench.complete.datasets import Objects, read_datasets
 from damex.workbench.complete.teacher import DetectorTeacher, FileTeacher, Found
-from damex.workbench.complete.thresholds import find_thresholds, precision_curve
+from damex.workbench.complete.thresholds import (
+    Curve,
+    Threshold,
+    find_thresholds,
+    judge,
+)
 from damex.workbench.complete.training import train_completed
 
 WIDE, HIGH = 48, 32
@@ -32,14 +39,17 @@ class FakeTeacher:
         self.asked = []
 
     def find(self, images, wanted, bar):
-        rows = [row for row in self.rows if row[0] in wanted]
         self.asked.append((len(images), tuple(wanted)))
-        one = Found(
+        one = self.found([row for row in self.rows if row[0] in wanted])
+        return [one.without_doubles() for _ in images]
+
+    @staticmethod
+    def found(rows):
+        return Found(
             np.array([box for _, _, box in rows], float).reshape(-1, 4),
             np.array([score for _, score, _ in rows]),
             tuple(name for name, _, _ in rows),
         )
-        return [one.without_doubles() for _ in images]
 
 
 @pytest.fixture
@@ -73,59 +83,81 @@ NO_DOG = ("dog", 0.4, [4, 20, 14, 30])
 
 
 def complete(teacher, folders, out, **options):
-    settings = dict(classes=(), source="a teacher", samples=4, min_score=None)
+    settings = dict(source="a teacher", samples=4)
     return write_completed(teacher, folders, out, **{**settings, **options})
 
 
-def test_the_curve_of_a_class_is_that_of_coco():
-    """Objects: 4. Found by score: right, right, right, five wrong, right."""
-    boxes = [[10 * n, 0, 10 * n + 8, 8] for n in range(9)]
-    truth = [
-        dict(bbox=[10 * n, 0, 8, 8], label=3, area=64, iscrowd=0) for n in (0, 1, 2, 8)
-    ]
-    scores = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.2])
-    image = ImageResult(
-        100, 50, np.array(boxes, float), scores, np.full(9, 3), ground_truth=truth
-    )
-    curve = precision_curve([image], 3)
-    assert curve.objects == 4
-    for recall, precision, score in ((0.25, 1, 0.9), (0.75, 1, 0.7), (1, 4 / 9, 0.2)):
-        place = round(100 * recall)
-        assert curve.recall_R[place] == pytest.approx(recall)
-        assert curve.precision_R[place] == pytest.approx(precision)
-        assert curve.score_R[place] == pytest.approx(score)
-    assert precision_curve([image], 1).objects == 0
-
-
-def test_thresholds_are_the_best_f_scores(folders):
-    """At .8 all dogs are found, and nothing else; at .4 there is a wrong one each."""
-    datasets = read_datasets(
-        [dict(name=name, root=root) for name, root in folders.items()], {}
-    )
-    teacher, bar = FakeTeacher(CAT, DOG, NO_DOG), SimpleNamespace()
-    found = find_thresholds(teacher, datasets, ["dog", "cat"], None, bar)
-    assert teacher.asked == [(6, ("cat",)), (6, ("dog",))]  # where it is labeled
-    dog = found["dog"]
-    assert (dog.sure, dog.doubtful, dog.precision, dog.recall, dog.objects) == (
-        *(pytest.approx(0.8), pytest.approx(0.8), 1.0, 1.0),
-        6,
-    )
-    fixed = find_thresholds(teacher, datasets, ["dog"], 0.3, bar)["dog"]
-    assert (fixed.sure, fixed.doubtful) == (0.3, 0.15)
-
-
-def test_a_class_is_labeled_only_where_most_labels_would_be_right(folders):
-    """Of three finds of equal score, one is a dog."""
+def read(folders, wanted=("cat", "dog"), known=None):
     entries = [dict(name=name, root=root) for name, root in folders.items()]
-    wrong = [("dog", 0.8, [x, 0, x + 4, 4]) for x in (0, 8)]
-    found = find_thresholds(
-        FakeTeacher(DOG, *wrong), read_datasets(entries, {}), ["dog"], None, None
+    return read_datasets(entries, known or {}, wanted)
+
+
+def change(folder, split, **lists):
+    """Change lists of a COCO file."""
+    file = Path(folder) / f"{split}.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **lists}))
+
+
+def test_the_best_score_is_that_of_the_best_f_score():
+    """Of 4 objects: right, right, right, five wrong, right."""
+    score_N = np.array([0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.35, 0.3, 0.2])
+    right_N = np.array([1, 1, 1, 0, 0, 0, 0, 0, 1], bool)
+    curve = Curve.of(score_N[::-1], right_N[::-1], 4)
+    assert curve.precision_N[[2, 8]] == pytest.approx([1, 4 / 9])
+    assert curve.recall_N[[2, 8]] == pytest.approx([0.75, 1])
+    assert curve.best(1.0) == 0.7  # F1 0.86 against 0.62
+    assert curve.best(2.0) == 0.2  # F2 0.789 against 0.800
+    assert curve.best(2.0, least=0.5) == 0.7
+
+
+def test_a_threshold_takes_all_detections_of_a_score():
+    """One of ten is right, wherever it stands."""
+    for place in (0, 9):
+        curve = Curve.of(np.ones(10), np.eye(10, dtype=bool)[place], 1)
+        assert curve.precision_N.tolist() == [0.1]
+        assert curve.best(1.0, least=0.5) == float("inf")
+    assert Curve.of(np.zeros(0), np.zeros(0, bool), 3).best(1.0) == float("inf")
+
+
+def test_detections_are_judged_as_in_coco():
+    """An object counts once, and what lies in a crowd does not count."""
+    objects = Objects(
+        np.array([[0, 0, 10, 10], [20, 0, 30, 10], [0, 20, 40, 30.0]]),
+        ("dog", "cat", "dog"),
+        np.array([False, False, True]),
     )
-    assert found["dog"].sure == float("inf")
-    assert found["dog"].doubtful == pytest.approx(0.8)
+    rows = [
+        ("dog", 0.5, [0, 0, 10, 9]),
+        ("dog", 0.9, [0, 0, 10, 8]),
+        ("dog", 0.8, [20, 0, 30, 10]),
+        ("dog", 0.7, [5, 22, 9, 28]),
+        ("cat", 0.6, [20, 0, 30, 10]),
+    ]
+    found = FakeTeacher(*rows).found(rows)
+    score_N, is_right_N, count = judge(found, objects, "dog")
+    assert (score_N.tolist(), count) == ([0.9, 0.8, 0.5], 1)
+    assert is_right_N.tolist() == [True, False, False]
 
 
-def test_finds_become_labels_or_are_ignored(folders, tmp_path):
+def test_thresholds_come_from_images_that_label_the_class(folders):
+    """At .8 all dogs are found, and nothing else; at .4 there is a wrong one each."""
+    teacher = FakeTeacher(CAT, DOG, NO_DOG)
+    found = find_thresholds(teacher, read(folders), ["dog", "cat"], None, None)
+    assert teacher.asked == [(6, ("cat",)), (6, ("dog",))]
+    assert found["dog"] == Threshold(0.8, 0.8, 1.0, 1.0, 6)
+    found = find_thresholds(teacher, read(folders), ["dog"], 0.3, None)
+    assert found["dog"] == Threshold(0.3, 0.15, 0.5, 1.0, 6)
+
+
+def test_a_class_is_labeled_only_where_half_of_the_labels_would_be_right(folders):
+    """Of three detections of equal score, one is a dog."""
+    wrong = [("dog", 0.8, [x, 0, x + 4, 4]) for x in (0, 8)]
+    teacher = FakeTeacher(DOG, *wrong)
+    found = find_thresholds(teacher, read(folders), ["dog"], None, None)["dog"]
+    assert (found.accepted, found.ignored, found.recall) == (float("inf"), 0.8, 0.0)
+
+
+def test_detections_become_labels_or_are_ignored(folders, tmp_path):
     """Labels of people stay as they are, and the folder trains like any other."""
     over_a_cat = ("dog", 0.99, [2, 2, 12, 9])  # IoU with the cat: 70 of 80
     twice = ("dog", 0.7, [24, 10, 44, 25])
@@ -177,8 +209,7 @@ def test_the_page_shows_doubtful_images_first(folders, tmp_path):
     assert page.count("<figure>") == 4
     assert '<input type="checkbox" value="4">' in page  # of the doubtful dog
     assert "4? dog" in page
-    report = json.loads((out / "report.json").read_text())
-    assert report["labels"] == {"cats": {"dog": [2, 2]}, "dogs": {"cat": [2, 0]}}
+    assert f"damex data complete --out {out / 'cats'} --delete" in page
 
 
 def test_nothing_is_left_of_an_error(folders, tmp_path):
@@ -199,22 +230,124 @@ def test_without_permission_for_links_images_are_copied(folders, tmp_path, monke
 
     monkeypatch.setattr("pathlib.Path.symlink_to", refuse)
     complete(FakeTeacher(CAT, DOG), folders, tmp_path / "done")
-    copy = tmp_path / "done" / "dogs" / "pictures" / "val3.png"
+    copy = tmp_path / "done" / "dogs" / "images" / "val" / "pictures" / "val3.png"
     assert not copy.is_symlink()
     original = tmp_path / "dogs" / "pictures" / "val3.png"
     assert copy.read_bytes() == original.read_bytes()
 
 
 def test_few_objects_choose_no_threshold(folders, tmp_path):
-    file = tmp_path / "dogs" / "val.json"
-    document = json.loads(file.read_text())
-    document["annotations"] = document["annotations"][:4]
-    file.write_text(json.dumps(document))
+    rows = json.loads((tmp_path / "dogs" / "val.json").read_text())["annotations"]
+    change(folders["dogs"], "val", annotations=rows[:4])
     said = complete(FakeTeacher(CAT, DOG), folders, tmp_path / "done")
     assert "not completed" in said
-    assert "dog; give --min-score" in said
+    assert "dog; --min-score" in said
     done = json.loads((tmp_path / "done" / "cats" / "train.json").read_text())
     assert len(done["annotations"]) == 2
+
+
+def test_classes_have_the_names_of_the_mixture(folders, tmp_path):
+    """As after rename or a label file, so that nothing has to be said again."""
+    for split in ("train", "val"):
+        change(folders["cats"], split, categories=[dict(id=4, name="kitty")])
+    teacher = FakeTeacher(CAT, DOG)
+    teacher.known = dict(cats={"kitty": "cat"}, dogs={"dog": "dog"})
+    complete(teacher, folders, tmp_path / "done")
+    document = json.loads((tmp_path / "done" / "cats" / "train.json").read_text())
+    assert [one["name"] for one in document["categories"]] == ["cat", "dog"]
+    labels = [row["category_id"] for row in document["annotations"]]
+    assert labels == [1, 1, 2, 2]
+    # Without the training, kitty is a class of its own.
+    (cats, _) = read(folders)
+    assert cats.classes == ("kitty",)
+
+
+def test_another_dataset_of_a_trained_name_is_refused(folders, tmp_path):
+    teacher = FakeTeacher(CAT, DOG)
+    teacher.known = dict(cats={"lion": "lion"})
+    with pytest.raises(ConfigError, match="class 'lion', which its training labels"):
+        complete(teacher, folders, tmp_path / "done")
+    teacher.known = dict(lions={"lion": "lion"})
+    said = complete(teacher, folders, tmp_path / "done")
+    assert said.startswith("not of the training: cats, dogs;")
+
+
+def test_classes_that_the_training_left_out_are_labels_if_they_are_wanted(folders):
+    """Else they stay out."""
+    names = [dict(id=4, name="cat"), dict(id=5, name="dog"), dict(id=6, name="cow")]
+    rows = [
+        dict(id=n, image_id=1, category_id=n, bbox=[9, 9, 9, 9], area=81, iscrowd=0)
+        for n in (4, 5, 6)
+    ]
+    for split in ("train", "val"):
+        change(folders["cats"], split, categories=names, annotations=rows)
+    (cats, _) = read(folders, known=dict(cats={"cat": "cat"}))
+    assert sorted(cats.classes) == ["cat", "dog"]
+    assert [name for _, name in cats.splits["train"].annotations] == ["cat", "dog"]
+
+
+def test_a_class_that_was_kept_apart_is_not_missing(folders, tmp_path):
+    teacher = FakeTeacher(CAT, ("dogs/dog", 0.9, [1, 1, 9, 9]))
+    teacher.known = dict(dogs={"dog": "dogs/dog"})
+    with pytest.raises(ConfigError, match="nothing to complete"):
+        complete(teacher, dict(cats=folders["cats"]), tmp_path / "done")
+
+
+def test_a_completed_dataset_is_no_reference_for_predicted_classes(folders, tmp_path):
+    """Its validation images lack the labels, so right detections would be wrong."""
+    teacher = FakeTeacher(CAT, DOG)
+    complete(teacher, folders, tmp_path / "done")
+    again = {name: str(tmp_path / "done" / name) for name in folders}
+    found = find_thresholds(teacher, read(again), ["dog"], None, None)
+    assert found["dog"] == Threshold(0.8, 0.8, 1.0, 1.0, 6)
+
+
+def test_without_validation_images_nothing_is_completed(folders, tmp_path):
+    entry = dict(name="cats", data_root=folders["cats"], train="train.json")
+    teacher = FakeTeacher(CAT, DOG)
+    teacher.mixture = [entry]
+    with pytest.raises(ConfigError, match="'cats' has no validation images"):
+        complete(teacher, {}, tmp_path / "done")
+
+
+def test_a_crowd_of_people_hides_no_object(folders, tmp_path):
+    crowd = dict(id=9, image_id=1, category_id=4, bbox=[22, 8, 24, 20], iscrowd=1)
+    rows = json.loads((tmp_path / "cats" / "train.json").read_text())["annotations"]
+    change(folders["cats"], "train", annotations=[*rows, {**crowd, "area": 480}])
+    said = complete(FakeTeacher(CAT, DOG), folders, tmp_path / "done")
+    assert "| cats | dog | 2 | 0 |" in said
+
+
+def test_images_of_one_name_in_two_folders_stay_two(folders, tmp_path):
+    """And ids and names of files do not lead out of the folder."""
+    root = Path(folders["cats"])
+    entry = dict(name="cats", train="train.json", val="val.json", data_root=str(root))
+    for split in ("train", "val"):
+        (root / split).mkdir()
+        for number in (1, 2):
+            old = root / f"pictures/{split}{number}.png"
+            old.rename(root / split / f"{number}.png")
+        images = [
+            dict(id=f"../../{n}", file_name=f"{n}.png", width=WIDE, height=HIGH)
+            for n in (1, 2)
+        ]
+        images[0]["file_name"] = str(root / split / "1.png")  # an absolute path
+        rows = [
+            dict(id=n, image_id=f"../../{n}", category_id=4, bbox=[2, 2, 10, 8])
+            for n in (1, 2)
+        ]
+        change(root, split, images=images, annotations=rows, info="no dict")
+    teacher = FakeTeacher(CAT, DOG)
+    teacher.mixture = [{**entry, "img": dict(train="train", val="val")}]
+    out = tmp_path / "deep" / "done"
+    complete(teacher, {}, out, min_score=0.5)
+    for split in ("train", "val"):
+        document = json.loads((out / "cats" / f"{split}.json").read_text())
+        for number, image in enumerate(document["images"], start=1):
+            link = out / "cats" / image["file_name"]
+            assert link.resolve() == (root / split / f"{number}.png").resolve()
+            assert link.parent == out / "cats" / "images" / split
+    assert sorted(path.name for path in out.parent.iterdir()) == ["done"]
 
 
 # --- teachers -------------------------------------------------------------------------
@@ -249,16 +382,46 @@ def test_a_file_of_detections_teaches(folders, tmp_path, capsys):
     command += ["--data", folders["cats"], "--out", str(tmp_path / "done")]
     assert main(command) == 0
     assert "| cats | dog | 2 | 0 | 0.50 | - | - |" in capsys.readouterr().out
-    (one, _) = FileTeacher(str(file)).find(
-        [tmp_path / "cats" / "pictures" / f"train{n}.png" for n in (1, 2)],
-        ["dog"],
-        None,
-    )
+    images = [tmp_path / "cats" / "pictures" / f"train{n}.png" for n in (1, 2)]
+    (one, _) = FileTeacher(str(file)).find(images, ["dog"], None)
     assert one.boxes_N4.tolist() == [[24, 10, 44, 26]]
-    del document["annotations"][0]["score"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (dict(score=87.5), "score is 87.5, not a number in"),
+        (dict(category_id=9), "its image or category is not listed"),
+        (dict(bbox=[1, 2, 3]), "bbox is not a list of four numbers"),
+    ],
+)
+def test_a_file_that_is_no_detections_is_refused(folders, tmp_path, changes, error):
+    document = detections_of(folders, file_name="cats/{}{}.png".format)
+    document["annotations"][0].update(changes)
+    file = tmp_path / "found.json"
     file.write_text(json.dumps(document))
-    assert main([*command[:-1], str(tmp_path / "other")]) == 2
-    assert "has no score" in capsys.readouterr().err
+    with pytest.raises(DataError, match=error):
+        FileTeacher(str(file))
+
+
+def test_detections_belong_to_one_image_and_stay_in_it(folders, tmp_path):
+    document = detections_of(folders, file_name="{}{}.png".format)
+    document["images"].append(dict(document["images"][0], id="x"))
+    document["images"][-1]["file_name"] = "b/train1.png"
+    document["annotations"][0]["bbox"] = [40, 20, 100, 100]
+    document["annotations"][1]["bbox"] = [60, 10, 20, 16]
+    file = tmp_path / "found.json"
+    file.write_text(json.dumps(document))
+    teacher = FileTeacher(str(file))
+    a, b, c = (Path(folder) / "train1.png" for folder in ("a", "b", "c"))
+    first, other = teacher.find([a, b], ["dog"], None)
+    assert first.boxes_N4.tolist() == [[40, 20, WIDE, HIGH]]
+    assert other.names == ()  # the longer name
+    assert teacher.find([Path("a/train2.png")], ["dog"], None)[0].names == ()
+    with pytest.raises(DataError, match=r"may be a/train1\.png or c/train1"):
+        teacher.find([c], ["dog"], None)
+    with pytest.raises(DataError, match="has no image none"):
+        teacher.find([Path("none.png")], ["dog"], None)
 
 
 def test_a_detector_is_asked_as_the_dataset_that_labels_the_class():
@@ -329,39 +492,62 @@ def test_found_labels_are_deleted_and_those_of_people_not(folders, tmp_path, cap
     assert [row["id"] for row in left] == [1, 2, 4]
 
 
-def test_half_of_the_time_teaches_the_other_half(folders, tmp_path, monkeypatch):
-    """Finished steps are kept when the command is repeated."""
-    commands = []
+@pytest.fixture
+def commands(tmp_path, monkeypatch):
+    """Commands of a training that completes; they leave the files of real ones."""
+    found = []
 
     def run(words, *, verbose):
-        commands.append(words[3:])
+        found.append([*words])
         folder = tmp_path / "run"
-        if len(commands) == 1:
-            (folder / "teacher").mkdir(parents=True)
+        if words[0] == "data":
+            (folder / "completed").mkdir()
+        elif not (folder / "teacher").exists():
+            (folder / "teacher").mkdir()
             summary = json.dumps(dict(checkpoint="epoch_2.pth"))
             (folder / "teacher" / "summary.json").write_text(summary)
-        elif words[3] == "data":
-            (folder / "completed").mkdir()
 
-    monkeypatch.setattr("damex.workbench.complete.training.run_command", run)
-    options = dict(
-        data=[*folders.values()],
-        model=None,
-        epochs=5,
-        device="cpu",
-        work_dir=str(tmp_path / "run"),
-        options=["moe=dense"],
-    )
-    train_completed(**options)
+    monkeypatch.setattr("damex.workbench.complete.training.run_damex", run)
+    return found
+
+
+def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
+    """What is finished is kept when the command is repeated."""
+    options = ["mixture.0.rename={cat: kitty}", "mixture.1.weight=2.0", "moe=dense"]
+    settings = dict(data=[*folders.values()], model=None, device="cpu")
+    settings.update(work_dir=str(tmp_path / "run"), options=options)
+    train_completed(**settings, epochs=None)
     first, between, second = commands
-    assert first[first.index("--epochs") + 1] == "2"
-    assert second[second.index("--epochs") + 1] == "3"
+    assert first[first.index("--epochs") + 1] == "2"  # half of the template's
+    assert second[second.index("--epochs") + 1] == "2"
     teacher = tmp_path / "run" / "teacher" / "epoch_2.pth"
     assert between[:3] == ["data", "complete", str(teacher)]
-    assert second[-2:] == ["moe=dense", f"load_from={teacher}"]
-    assert second[2:4] == [str(tmp_path / "run" / "completed" / n) for n in folders]
-    train_completed(**options)
+    done = [f"{name}={tmp_path / 'run' / 'completed' / name}" for name in folders]
+    assert second[2:4] == done
+    assert first[-3:] == options
+    assert second[-3:] == [*options[1:], option_of("load_from", str(teacher))]
+    train_completed(**settings, epochs=None)
     assert len(commands) == 4  # the last training alone
+    with pytest.raises(ConfigError, match="was begun with other settings"):
+        train_completed(**settings, epochs=7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (dict(epochs=1), "needs two epochs or more"),
+        (dict(data=["cats"]), "so nothing is missing"),
+    ],
+)
+def test_what_cannot_be_halved_is_refused_at_once(
+    folders, tmp_path, monkeypatch, commands, changes, error
+):
+    monkeypatch.chdir(tmp_path)
+    settings = dict(data=[*folders], model=None, device=None, work_dir=None)
+    settings.update(epochs=None, options=[])
+    with pytest.raises(ConfigError, match=error):
+        train_completed(**{**settings, **changes})
+    assert not commands
 
 
 @pytest.mark.slow

@@ -332,8 +332,8 @@ def _problems(entry: Mapping[str, Any]) -> Iterator[str]:
         if key not in known:
             yield f" has the unknown key {key!r}; {did_you_mean(key, known)}"
     name: Any = entry.get("name")
-    if not isinstance(name, str) or not name or "/" in name:
-        yield f".name must be a non-empty string without '/', got {name!r}."
+    if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\"} & {*name}:
+        yield f".name must be a text without '/', and not '.' or '..', got {name!r}."
     if name in RESERVED:
         yield f".name: {name!r} is {RESERVED[name]}; choose another name."
     for problem in (*_problems_of_values(entry), *_problems_of_sources(entry)):

@@ -88,11 +88,11 @@ def _dash(
     """Draw the outline of a box in dashes of four times their width."""
     left, top, right, bottom = corner
     dash = 4 * width
-    for x in np.arange(left, right, 2 * dash):
+    for x in np.arange(left, right, 2 * dash).tolist():
         end = min(x + dash, right)
         pen.line((x, top, end, top), fill=color, width=width)
         pen.line((x, bottom, end, bottom), fill=color, width=width)
-    for y in np.arange(top, bottom, 2 * dash):
+    for y in np.arange(top, bottom, 2 * dash).tolist():
         end = min(y + dash, bottom)
         pen.line((left, y, left, end), fill=color, width=width)
         pen.line((right, y, right, end), fill=color, width=width)

@@ -197,18 +197,14 @@ class RoutedDetector(_Detector):
         truth = None
         if self.training and counts_foreground(moe_blocks(self)):
             truth = ground_truth_of(batch_data_samples)
-        with self._step(
-            batch_inputs, batch_data_samples, group_ids_B=groups, ground_truth=truth
-        ):
-            awareness = self.awareness
-            known = awareness.ignored_if_found(batch_data_samples) if awareness else {}
-            with ignoring(self, batch_data_samples, **known):
-                losses = super().loss(batch_inputs, batch_data_samples)
+        known: Any = dict(group_ids_B=groups, ground_truth=truth)
+        with self._step(batch_inputs, batch_data_samples, learns=True, **known):
+            losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
             if self.training and self.tally is not None:
                 self.tally.add(self.routing.records)
-            if awareness is not None:
-                losses.update(awareness.losses(groups))
+            if self.awareness is not None:
+                losses.update(self.awareness.losses(groups))
             gates = self.routing.gates
             if self.channel_gating is not None and gates is not None:
                 found = self.channel_gating.losses(gates, batch_data_samples, groups)
@@ -282,7 +278,12 @@ class RoutedDetector(_Detector):
 
     @contextmanager
     def _step(
-        self, images: Tensor, samples: list | None, **known: Any
+        self,
+        images: Tensor,
+        samples: list | None,
+        *,
+        learns: bool = False,
+        **known: Any,
     ) -> Iterator[None]:
         """Open a routing step, with the gates of its images if channels are gated."""
         gates = None
@@ -290,9 +291,11 @@ class RoutedDetector(_Detector):
             gates = self.channel_gating(images, samples)
         ratio_B2 = valid_ratio_of(images, samples)
         awareness = self.awareness
+        found = awareness.ignored_if_found(samples or ()) if awareness else {}
         with (
             self.routing.step(valid_ratio_B2=ratio_B2, gates=gates, **known),
             awareness.step(self.bbox_head, samples) if awareness else nullcontext(),
+            ignoring(self, samples or (), **found) if learns else nullcontext(),
         ):
             yield
 

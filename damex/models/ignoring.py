@@ -2,7 +2,8 @@
 
 A query that no object is matched to learns that it shows none of the classes. That is
 wrong where an object is in the image and is not labeled. Such classes are ignored:
-their scores get no loss, and so no gradient. All losses of a head follow the rule:
+their scores get no loss, and so no gradient; with a softmax over classes and
+background, the query gets none. All losses of a head follow the rule:
 those of the decoder layers, of the tokens that become queries, of the denoising
 queries and of DDQ's dense ones. Matched queries, matching and the selection of queries
 do not change.
@@ -151,7 +152,10 @@ class _Rule:
             self._blocks.append(_Block({image: relative_Q4}))
 
     def __call__(self, loss: Any, inputs: tuple) -> tuple:
-        """Return the inputs of a loss (scores, targets, weights) with masked scores."""
+        """Return the inputs of a loss: scores, targets and weights of rows.
+
+        Scores that are ignored are masked; with a softmax, the whole row is.
+        """
         scores_RC, target, *others = inputs
         block = self._blocks.popleft()
         labels_R = target[0] if isinstance(target, tuple) else target
@@ -161,6 +165,10 @@ class _Rule:
         if self._unannotated_BC is not None:
             mask_RC[:, : self._classes] |= self._found(loss, scores_RC, block)
         mask_RC &= unmatched_R.unsqueeze(1)
+        if not getattr(loss, "use_sigmoid", False):
+            # The background would take the probability of a class that is left out.
+            weight_R = others[0] if others else scores_RC.new_ones(len(scores_RC))
+            return scores_RC, target, weight_R.masked_fill(mask_RC.any(1), 0.0)
         ignored = 0.0 if getattr(loss, "activated", False) else IGNORED_LOGIT
         return scores_RC.masked_fill(mask_RC, ignored), target, *others
 

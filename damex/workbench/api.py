@@ -145,7 +145,7 @@ def train(
     """
     options = dict(options or {})
     folder = work_dir or options.get("work_dir")
-    words = [sys.executable, "-m", "damex", "train"]
+    words = ["train"]
     if isinstance(data, str | os.PathLike) and not Path(data).expanduser().is_dir():
         config = os.fspath(data)
         words.append(config)
@@ -161,7 +161,7 @@ def train(
     words += ["--amp"] * amp + ["--resume"] * resume + ["--complete"] * complete
     if options:
         words += ["--cfg-options", *(option_of(*row) for row in options.items())]
-    run_command(words, verbose=verbose)
+    run_damex(words, verbose=verbose)
     return _finished(folder)
 
 
@@ -194,13 +194,13 @@ def _data_words(data: Any) -> list[str]:
     return [f"{name}={os.fspath(folder)}" for name, folder in data.items()]
 
 
-def run_command(words: Sequence[str], *, verbose: bool) -> None:
-    """Run a command, printing its lines as they come; its errors are raised here."""
+def run_damex(words: Sequence[str], *, verbose: bool) -> None:
+    """Run damex, printing its lines as they come; its errors are raised here."""
     last: list[str] = []
     # Set in notebooks, these make a bar of control codes out of every line.
     forced = ("FORCE_COLOR", "TTY_COMPATIBLE")
     with subprocess.Popen(
-        words,
+        [sys.executable, "-m", "damex", *words],
         env={key: value for key, value in os.environ.items() if key not in forced},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -223,7 +223,7 @@ def run_command(words: Sequence[str], *, verbose: bool) -> None:
     if process.returncode == 2 and errors:
         raise ConfigError(errors[-1].removeprefix("error: "))
     raise RuntimeError(
-        f"the training ended with status {process.returncode}; its last lines:\n"
+        f"damex {words[0]} ended with status {process.returncode}; its last lines:\n"
         + "\n".join(last)
     )
 

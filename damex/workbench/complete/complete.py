@@ -1,13 +1,17 @@
-"""``damex data complete``: write the labels that another dataset of a mixture has."""
+"""``damex data complete``: write the labels that another dataset of a mixture has.
+
+These are pseudo-labels (self-training): detections of a teacher on training images.
+"""
 
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import torch
@@ -40,6 +44,9 @@ from damex.workbench.complete.thresholds import (
 )
 from damex.workbench.zero_config import named_folders
 
+Labels = Mapping[str, Sequence[Label]]  # by dataset
+Thresholds = Mapping[str, Threshold]  # by class
+
 
 def complete(
     checkpoint: str | None,
@@ -57,6 +64,8 @@ def complete(
 ) -> None:
     """Complete datasets by a detector or a file; options as in the command's help."""
     if delete:
+        if checkpoint or detections or data:
+            raise ConfigError("--delete needs --out FOLDER, and nothing else.")
         print(printable(delete_labels(Path(out), delete)))
         return
     if (checkpoint is None) == (detections is None):
@@ -87,106 +96,62 @@ def write_completed(
     folders: Mapping[str, str],
     out: Path,
     *,
-    classes: Sequence[str],
-    **options: Any,
-) -> str:
-    """Complete the datasets in folders, or without any those of a detector.
-
-    Options as for :func:`complete_datasets`. Returns a report for the screen.
-    """
-    if out.exists():
-        raise ConfigError(f"{out} exists; remove it, or choose another folder.")
-    known, trained = teacher.known, teacher.mixture
-    entries = [dict(name=name, root=root) for name, root in folders.items()]
-    if not (entries or trained):
-        raise ConfigError("--from needs the datasets: --data FOLDER FOLDER.")
-    datasets = read_datasets(entries or trained, known)
-    witnesses = [*datasets, *_readable(trained, known, datasets)]
-    chosen = _chosen(teacher, classes)
-    options.update(witnesses=witnesses, classes=chosen)
-    return complete_datasets(teacher, datasets, out, **options)
-
-
-def _readable(
-    entries: Iterable[Mapping[str, Any]],
-    known: Mapping[str, Mapping[str, str]],
-    datasets: Sequence[LabeledDataset],
-) -> list[LabeledDataset]:
-    """The other datasets of a detector whose files are here, for its thresholds."""
-    names, found = {one.name for one in datasets}, []
-    for entry in entries:
-        if entry["name"] not in names:
-            try:
-                found += read_datasets([entry], known)
-            except (ConfigError, DataError):
-                continue
-    return found
-
-
-def complete_datasets(
-    teacher: Teacher,
-    datasets: Sequence[LabeledDataset],
-    folder: Path,
-    *,
-    witnesses: Sequence[LabeledDataset],
-    classes: Sequence[str],
+    source: str,
+    classes: Sequence[str] = (),
     min_score: float | None = None,
     samples: int = 24,
-    source: str = "",
 ) -> str:
     """Write datasets with the labels that they lack into a new folder.
 
     Args:
         teacher: Finds the objects.
-        datasets: The datasets to complete.
-        folder: The new folder; written completely or not at all.
-        witnesses: Datasets whose validation images decide about thresholds.
-        classes: Names of the mixture to look for.
-        min_score: Threshold of all classes; by default each has its own.
-        samples: Number of images of each dataset on the page.
+        folders: Of datasets, by name; without any, those of the teacher's training.
+        out: The new folder; written completely or not at all.
         source: Name of the teacher, for the files.
+        classes: Names of the mixture to look for; by default all.
+        min_score: Score from which detections are labels; by default each class has its
+            own, chosen on validation images.
+        samples: Number of images of each dataset on the page.
 
     Returns:
         A report for the screen.
 
     Raises:
-        ConfigError: If no class can be completed.
+        ConfigError: If no class can be completed, or the folder exists.
+        DataError: If the data cannot be read.
     """
-    # A class of the name dataset/class is kept apart on purpose.
-    apart = tuple(f"{one.name}/" for one in datasets)
-    shared = [name for name in classes if not name.startswith(apart)]
-    missing = {one.name: one.missing(shared) for one in datasets}
-    wanted = tuple(dict.fromkeys(name for row in missing.values() for name in row))
-    if not wanted:
-        raise ConfigError(
-            "nothing to complete: each of the datasets "
-            f"{', '.join(missing)} labels all classes to look for: "
-            f"{', '.join(shared) or 'none'}."
-        )
-    draft = folder.with_name(f"{folder.name}.part")
-    shutil.rmtree(draft, ignore_errors=True)
+    if out.exists():
+        raise ConfigError(f"{out} exists; remove it, or choose another folder.")
+    entries = [dict(name=name, root=root) for name, root in folders.items()]
+    if not (entries or teacher.mixture):
+        raise ConfigError("--from needs the datasets: --data FOLDER FOLDER.")
+    chosen = _chosen(teacher, classes)
+    datasets = read_datasets(entries or teacher.mixture, teacher.known, chosen)
+    missing = _missing(teacher, datasets, chosen)
+    wanted = [*dict.fromkeys(name for row in missing.values() for name in row)]
+    references = [*datasets, *_readable(teacher, datasets, chosen)]
+    draft = out.with_name(f".{out.name}-{uuid4().hex[:8]}")
     make_folder(draft)
     try:
         with Bar() as bar:
-            thresholds = find_thresholds(teacher, witnesses, wanted, min_score, bar)
-            about = dict(
-                teacher=source, thresholds={k: v.plain for k, v in thresholds.items()}
-            )
+            found = find_thresholds(teacher, references, wanted, min_score, bar)
+            plain = {name: one.plain for name, one in found.items()}
+            about = dict(teacher=source, thresholds=plain)
             labels = {}
             for one in datasets:
-                names = [name for name in missing[one.name] if name in thresholds]
-                found = find_labels(teacher, one, names, thresholds, bar)
+                names = [name for name in missing[one.name] if name in found]
+                mine = find_labels(teacher, one, names, found, bar)
                 labels[one.name] = write_dataset(
-                    draft / one.name, one, found, names, about
+                    draft / one.name, one, mine, names, about
                 )
-            write_page(draft, datasets, labels, thresholds, samples, bar)
-        write_json(
-            draft / "report.json", {**about, "labels": _counts(labels)}, indent=1
-        )
-        draft.rename(folder)
+            write_page(draft, out, datasets, labels, found, samples, bar)
+        write_json(draft / "report.json", about, indent=1)
+        draft.rename(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return report(folder, datasets, missing, labels, thresholds)
+    return "\n".join(
+        [*_unknown(teacher, datasets), *report(out, missing, labels, found)]
+    )
 
 
 def _chosen(teacher: Teacher, classes: Sequence[str]) -> Sequence[str]:
@@ -200,33 +165,78 @@ def _chosen(teacher: Teacher, classes: Sequence[str]) -> Sequence[str]:
     return classes or teacher.classes
 
 
+def _missing(
+    teacher: Teacher, datasets: Sequence[LabeledDataset], classes: Sequence[str]
+) -> dict[str, list[str]]:
+    """The classes to complete, by dataset; ConfigError without any.
+
+    A class of the name ``dataset/class`` was kept apart on purpose.
+    """
+    names = {*teacher.known, *(one.name for one in datasets)}
+    shared = [name for name in classes if name.split("/")[0] not in names]
+    missing = {one.name: one.missing(shared) for one in datasets}
+    if not any(missing.values()):
+        raise ConfigError(
+            f"nothing to complete: each of the datasets {', '.join(missing)} labels "
+            f"all classes to look for: {', '.join(shared) or 'none'}."
+        )
+    return missing
+
+
+def _readable(
+    teacher: Teacher, datasets: Sequence[LabeledDataset], classes: Sequence[str]
+) -> list[LabeledDataset]:
+    """The other datasets of a training whose files are here, for the thresholds."""
+    names, found = {one.name for one in datasets}, []
+    for entry in teacher.mixture:
+        if entry["name"] not in names:
+            try:
+                found += read_datasets([entry], teacher.known, classes)
+            except (ConfigError, DataError):
+                continue
+    return found
+
+
+def _unknown(teacher: Teacher, datasets: Iterable[LabeledDataset]) -> list[str]:
+    """A line on datasets that the teacher was not trained on."""
+    others = [one.name for one in datasets if one.name not in teacher.known]
+    if not (others and teacher.known):
+        return []
+    return [
+        f"not of the training: {', '.join(others)}; their class names are taken as "
+        f"they are (trained: {', '.join(teacher.known)})"
+    ]
+
+
 def find_labels(
     teacher: Teacher,
     dataset: LabeledDataset,
     names: Collection[str],
-    thresholds: Mapping[str, Threshold],
+    thresholds: Thresholds,
     bar: Bar,
 ) -> list[Label]:
     """Find the objects of classes in the training images of a dataset.
 
-    A find that covers a labeled box is that object under another name, and left out.
+    A detection that covers a labeled object is that object under another name, and is
+    left out.
     """
     if not names:
         return []
-    split = dataset.splits["train"]
-    labels = []
-    for image, found in enumerate(teacher.find(split.paths, names, bar)):
-        for place in _new_objects(found, split.boxes_of(image)):
-            name, score = found.names[place], float(found.scores_N[place])
-            if score >= thresholds[name].doubtful:
-                x1, y1, x2, y2 = map(float, found.boxes_N4[place])
-                is_sure = score >= thresholds[name].sure
-                labels.append(Label(image, (x1, y1, x2, y2), name, score, is_sure))
+    split, labels = dataset.splits["train"], []
+    found = teacher.find(split.paths, names, bar)
+    for image, (detections, own) in enumerate(zip(found, split.objects, strict=True)):
+        for place in _new_objects(detections, own.corners_N4[~own.is_crowd_N]):
+            name = detections.names[place]
+            score = float(detections.scores_N[place])
+            if score >= thresholds[name].ignored:
+                x1, y1, x2, y2 = map(float, detections.boxes_N4[place])
+                is_accepted = score >= thresholds[name].accepted
+                labels.append(Label(image, (x1, y1, x2, y2), name, score, is_accepted))
     return labels
 
 
 def _new_objects(found: Found, own_K4: np.ndarray) -> list[int]:
-    """Positions of finds that are no labeled object."""
+    """Positions of detections that are no labeled object."""
     if not len(found.scores_N) or not len(own_K4):
         return [*range(len(found.scores_N))]
     boxes = (torch.as_tensor(one).double() for one in (found.boxes_N4, own_K4))
@@ -234,62 +244,39 @@ def _new_objects(found: Found, own_K4: np.ndarray) -> list[int]:
     return (overlap_N <= SAME_OBJECT).nonzero().flatten().tolist()
 
 
-def _counts(labels: Mapping[str, Sequence[Label]]) -> dict[str, dict[str, list[int]]]:
-    """By dataset and class: the numbers of labels and of ignored boxes."""
-    counts = {}
-    for dataset, rows in labels.items():
-        sure, doubtful = (
-            Counter(one.name for one in rows if one.is_sure == is_sure)
-            for is_sure in (True, False)
-        )
-        names = sorted({*sure, *doubtful})
-        counts[dataset] = {name: [sure[name], doubtful[name]] for name in names}
-    return counts
-
-
 def report(
-    folder: Path,
-    datasets: Sequence[LabeledDataset],
-    missing: Mapping[str, Sequence[str]],
-    labels: Mapping[str, Sequence[Label]],
-    thresholds: Mapping[str, Threshold],
-) -> str:
-    """Text with a row per dataset and class, and the next command."""
-    counts, rows = _counts(labels), []
-    skipped = {name for row in missing.values() for name in row} - {*thresholds}
+    out: Path, missing: Mapping[str, Sequence[str]], labels: Labels, found: Thresholds
+) -> list[str]:
+    """Lines with a row per dataset and class, and the next command."""
+    rows = []
     for dataset, names in missing.items():
-        for name in names:
-            if (one := thresholds.get(name)) is None:
-                continue
-            sure, doubtful = counts[dataset].get(name, (0, 0))
-            expected = (_share(one.precision), _share(one.recall))
-            score = "-" if one.sure == float("inf") else f"{one.sure:.2f}"
-            rows.append((dataset, name, f"{sure:,}", f"{doubtful:,}", score, *expected))
-    header = (
-        "dataset",
-        "class",
-        "labels",
-        "ignored",
-        "score from",
-        "precision",
-        "recall",
-    )
-    lines = [markdown(header, rows), ""]
-    lines.append(
-        "precision, recall: of labels, expected from validation images of the datasets "
-        "that label the class"
-    )
+        counts = Counter((one.name, one.is_accepted) for one in labels[dataset])
+        for name in filter(found.__contains__, names):
+            one = found[name]
+            shares = (
+                "-" if v is None else f"{v:.2f}" for v in (one.precision, one.recall)
+            )
+            score = "never" if one.plain["accepted"] is None else f"{one.accepted:.2f}"
+            cells = (f"{counts[name, kind]:,}" for kind in (True, False))
+            rows.append((dataset, name, *cells, score, *shares))
+    header = ("dataset", "class", "labels", "ignored", "labels from score")
+    lines = [
+        markdown((*header, "precision", "recall"), rows).rstrip(),
+        "precision, recall: of labels, on validation images that label the class; in "
+        "images without labels of it, expect less recall",
+    ]
+    skipped = {name for row in missing.values() for name in row} - {*found}
     if skipped:
         lines.append(
             f"not completed, for want of {MIN_OBJECTS} validation objects: "
-            f"{', '.join(sorted(skipped))}; give --min-score 0.5 to choose yourself"
+            f"{', '.join(sorted(skipped))}; --min-score 0.5 sets the scores of all"
         )
-    folders = " ".join(str(folder / one.name) for one in datasets)
-    lines += [
-        f"look at them: {folder / 'index.html'}",
+    folders = shlex.join(str(out / name) for name in missing)
+    return [
+        *lines,
+        f"look at them: {out / 'index.html'}",
         f"train on them: damex train --data {folders}",
     ]
-    return "\n".join(lines)
 
 
 def _share(value: float | None) -> str:
@@ -317,4 +304,5 @@ def delete_labels(folder: Path, ids: Sequence[int]) -> str:
         )
     kept = [row for row in document["annotations"] if row["id"] not in {*ids}]
     write_json(file, {**document, "annotations": kept})
-    return f"{file}: {len({*ids})} labels deleted, {len(predicted) - len({*ids})} left"
+    left = len(predicted) - len({*ids})
+    return f"{file}: {len({*ids})} predicted labels deleted, {left} left"

@@ -3,144 +3,166 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from damex.datasets.coco_records import Records, parse_records, read_coco
+from damex.datasets.coco_records import parse_records, read_coco
 from damex.datasets.spec import SPLITS, DatasetSpec, parse_mixture
 from damex.errors import ConfigError
-from damex.evaluation import ImageResult
 from damex.files import write_json
-from damex.workbench.complete.teacher import Found
 
-IMAGES = PurePosixPath("images")  # for images that lie in no folder
+
+class Objects(NamedTuple):
+    """Labeled boxes of an image: corners in pixels, names in the mixture, crowds."""
+
+    corners_N4: np.ndarray
+    names: tuple[str, ...]
+    is_crowd_N: np.ndarray
+
+    def of(self, name: str, *, crowds: bool) -> np.ndarray:
+        """Corners (K, 4) of the objects, or of the crowds, of a class."""
+        is_name_N = np.array([one == name for one in self.names], bool)
+        return self.corners_N4[is_name_N & (self.is_crowd_N == crowds)]
 
 
 @dataclass(frozen=True)
 class Split:
-    """A COCO document with its image folder."""
+    """Images of a split, and their labels.
 
-    document: dict[str, Any]
-    records: Records
-    folder: Path
+    Attributes:
+        document: The COCO file.
+        images: Its readable image records.
+        annotations: Those of labeled classes, with the name in the mixture.
+        objects: Boxes of each image.
+    """
 
-    @classmethod
-    def read(cls, spec: DatasetSpec, split: str) -> Split | None:
-        """Read a split; None if the dataset has no such COCO file."""
-        source = spec.coco_source(split)
-        if source is None:
-            return None
-        document = read_coco(source.annotations, spec.name)
-        records, _ = parse_records(document, source.location, spec.classes)
-        assert records is not None  # read_coco has checked it
-        return cls(document, records, source.images)
-
-    @cached_property
-    def paths(self) -> list[Path]:
-        """The image files."""
-        return [self.folder / str(i.get("file_name")) for i in self.records.images]
-
-    def boxes_of(self, image: int) -> np.ndarray:
-        """Corners (N, 4) in pixels of the labeled boxes of an image, by position."""
-        records = self.records
-        box_N4 = records.box_N4[(records.image_N == image) & records.is_box_N].copy()
-        box_N4[:, 2:] += box_N4[:, :2]
-        return box_N4
+    document: Mapping[str, Any]
+    images: Sequence[Mapping[str, Any]]
+    paths: Sequence[Path]
+    annotations: Sequence[tuple[Mapping[str, Any], str]]
+    objects: Sequence[Objects]
 
 
 @dataclass(frozen=True)
 class LabeledDataset:
-    """A dataset of a mixture.
-
-    Attributes:
-        classes: Class name of the dataset -> name in the mixture, of those that people
-            labeled.
-    """
+    """A dataset whose classes have their names in the mixture."""
 
     name: str
-    classes: Mapping[str, str]
+    classes: tuple[str, ...]
     splits: Mapping[str, Split]
 
-    def missing(self, wanted: Iterable[str]) -> tuple[str, ...]:
+    def missing(self, wanted: Collection[str]) -> list[str]:
         """Those of the ``wanted`` classes that it does not label."""
-        known = {*self.classes.values()}
-        return tuple(name for name in wanted if name not in known)
-
-    def results(
-        self, found: Sequence[Found], wanted: Sequence[str]
-    ) -> list[ImageResult]:
-        """Detections and labels of the validation images; labels index ``wanted``."""
-        number = {name: place for place, name in enumerate(wanted)}
-        records = self.splits["val"].records
-        own = [self.classes.get(name, "") for name in records.categories.values()]
-        label_N = np.array([*(number.get(name, -1) for name in own), -1])
-        label_N = label_N[records.class_N]
-        is_wanted_N = (label_N >= 0) & records.is_box_N & (records.image_N >= 0)
-        crowd_N = records.is_set("iscrowd")
-        truth: list[list[dict[str, Any]]] = [[] for _ in records.images]
-        for place in np.flatnonzero(is_wanted_N).tolist():
-            one = dict(
-                bbox=records.box_N4[place].tolist(),
-                area=float(records.area_N[place]),
-                label=int(label_N[place]),
-                iscrowd=int(crowd_N[place]),
-            )
-            truth[records.image_N[place]].append(one)
-        return [
-            ImageResult(
-                width=0,
-                height=0,
-                boxes=one.boxes_N4,
-                scores=one.scores_N,
-                labels=np.array([number[name] for name in one.names], int),
-                ground_truth=rows,
-            )
-            for one, rows in zip(found, truth, strict=True)
-        ]
+        return [name for name in wanted if name not in self.classes]
 
 
 def read_datasets(
-    entries: Sequence[Mapping[str, Any]], known: Mapping[str, Mapping[str, str]]
+    entries: Sequence[Mapping[str, Any]],
+    known: Mapping[str, Mapping[str, str]],
+    wanted: Collection[str],
 ) -> list[LabeledDataset]:
     """Read the datasets of mixture entries.
 
-    ``known`` are the class names of the datasets of a detector, as in a label space.
+    Args:
+        entries: Entries of a mixture.
+        known: Class names of the datasets of a training, as in a label space. What the
+            training left out is left out, except the ``wanted`` classes.
+        wanted: Classes to complete.
 
     Raises:
-        ConfigError: If a dataset is not in COCO format or a folder.
+        ConfigError: If a dataset is not in COCO format or a folder, has no validation
+            images, or is not the one that was trained under its name.
         DataError: If it cannot be read.
     """
     found = []
     for spec in parse_mixture(entries):
-        splits = {split: Split.read(spec, split) for split in SPLITS}
-        if splits["test"] is not None and spec.source("test") == spec.source("val"):
-            splits["test"] = None
-        if splits["train"] is None:
+        names = _names_of(spec)
+        trained = known.get(spec.name)
+        if trained is None:
+            kept = names if spec.classes is None else spec.classes
+            classes = {name: spec.rename.get(name, name) for name in kept}
+        elif lacks := [name for name in trained if name not in names]:
             raise ConfigError(
-                f"dataset {spec.name!r} is read by an mmdet dataset class, and labels "
-                "are added to COCO files; convert it: damex data convert."
+                f"dataset {spec.name!r} was trained with the class {lacks[0]!r}, which "
+                f"its training labels here lack ({', '.join(names)}). If it is another "
+                f"dataset, give it another name: --data OTHER=FOLDER."
             )
-        own = known.get(spec.name) or {
-            name: spec.rename.get(name, name) for name in spec.own_classes
-        }
-        kept = {name: split for name, split in splits.items() if split is not None}
-        found.append(LabeledDataset(spec.name, dict(own), kept))
+        else:
+            dropped = {name: name for name in names if name not in trained}
+            classes = {name: name for name in dropped if name in wanted} | {**trained}
+        splits = {name: _read(spec, name, classes) for name in SPLITS}
+        if spec.source("test") == spec.source("val"):
+            splits["test"] = None
+        if splits["val"] is None:
+            raise ConfigError(
+                f"dataset {spec.name!r} has no validation images, and completed images "
+                "cannot be any; name some with val=... in its entry."
+            )
+        read = {name: split for name, split in splits.items() if split is not None}
+        every = tuple(dict.fromkeys(classes.values()))
+        found.append(LabeledDataset(spec.name, every, read))
     return found
+
+
+def _names_of(spec: DatasetSpec) -> list[str]:
+    """Class names of the training file."""
+    source = spec.coco_source("train")
+    if source is None:
+        raise ConfigError(
+            f"dataset {spec.name!r} is read by an mmdet dataset class, and labels are "
+            "added to COCO files; convert it: damex data convert."
+        )
+    records, _ = parse_records(
+        read_coco(source.annotations, spec.name), source.location, spec.classes
+    )
+    assert records is not None  # read_coco has checked it
+    return [*records.categories.values()]
+
+
+def _read(spec: DatasetSpec, split: str, classes: Mapping[str, str]) -> Split | None:
+    """Read a split; None if the dataset has no such file."""
+    source = spec.coco_source(split)
+    if source is None:
+        return None
+    document = read_coco(source.annotations, spec.name)
+    records, _ = parse_records(document, source.location, tuple(classes))
+    assert records is not None  # read_coco has checked it
+    own = [classes.get(name, "") for name in records.categories.values()]
+    names = [own[place] if place >= 0 else "" for place in records.class_N]
+    is_crowd_N = records.is_set("iscrowd")
+    rows: list[list[int]] = [[] for _ in records.images]
+    annotations = []
+    for place, (row, name) in enumerate(zip(records.annotations, names, strict=True)):
+        if name and records.image_N[place] >= 0:
+            annotations.append((row, name))
+            if records.is_box_N[place]:
+                rows[records.image_N[place]].append(place)
+    corners_N4 = records.box_N4.copy()
+    corners_N4[:, 2:] += corners_N4[:, :2]
+    return Split(
+        document,
+        records.images,
+        [source.images / str(image.get("file_name")) for image in records.images],
+        annotations,
+        [
+            Objects(corners_N4[row], tuple(names[p] for p in row), is_crowd_N[row])
+            for row in rows
+        ],
+    )
 
 
 @dataclass(frozen=True)
 class Label:
-    """A found object.
+    """A detection that is used.
 
     Attributes:
         image: Position of the image in its split.
         box: Corners in pixels.
-        is_sure: Whether it becomes a label; else the loss ignores it.
+        is_accepted: Whether it becomes a label; else the loss ignores it.
         id: Id of its annotation.
     """
 
@@ -148,7 +170,7 @@ class Label:
     box: tuple[float, float, float, float]
     name: str
     score: float
-    is_sure: bool
+    is_accepted: bool
     id: int = 0
 
 
@@ -161,35 +183,37 @@ def write_dataset(
 ) -> list[Label]:
     """Write a completed dataset: COCO files, and links to its images.
 
-    The files have the categories of the dataset, and behind them the ``missing`` ones.
-    New annotations have ``score`` and ``predicted``; those that are not sure are
-    crowds, which evaluation and loss ignore.
+    The files have the classes of the dataset by their names in the mixture, and behind
+    them the ``missing`` ones. New annotations have ``score`` and ``predicted``; those
+    that are not accepted are crowds, which evaluation and loss ignore.
 
     Returns:
         The labels with their ids.
     """
-    ids = _largest(dataset.splits["train"].document["annotations"])
-    numbered = [replace(one, id=ids + n) for n, one in enumerate(labels, start=1)]
-    for split, part in dataset.splits.items():
-        kept = part.document
-        categories = _with_classes(kept["categories"], missing)
-        numbers = {category["name"]: category["id"] for category in categories}
+    numbers = {n: i for i, n in enumerate((*dataset.classes, *missing), start=1)}
+    categories = [
+        dict(id=i, name=name, **({"predicted": True} if name in missing else {}))
+        for name, i in numbers.items()
+    ]
+    own = (row["id"] for row, _ in dataset.splits["train"].annotations)
+    last = max((int(i) for i in own if isinstance(i, (int, float))), default=0)
+    numbered = [replace(one, id=last + n) for n, one in enumerate(labels, start=1)]
+    for name, split in dataset.splits.items():
         added = [
-            _annotation(one, part.records.images[one.image]["id"], numbers[one.name])
-            for one in (numbered if split == "train" else ())
+            _annotation(one, split.images[one.image]["id"], numbers[one.name])
+            for one in (numbered if name == "train" else ())
         ]
         images = [
-            {**image, "file_name": _linked(folder, image, path)}
-            for image, path in zip(part.records.images, part.paths, strict=True)
+            {**image, "file_name": _linked(folder, name, number, image, path)}
+            for number, (image, path) in enumerate(
+                zip(split.images, split.paths, strict=True)
+            )
         ]
-        content = {
-            **kept,
-            "info": {**(kept.get("info") or {}), "completed": dict(about)},
-            "images": images,
-            "annotations": [*kept["annotations"], *added],
-            "categories": categories,
-        }
-        write_json(folder / f"{split}.json", content)
+        kept = [{**row, "category_id": numbers[own]} for row, own in split.annotations]
+        info = split.document.get("info")
+        info = {**(info if isinstance(info, dict) else {}), "completed": dict(about)}
+        content = dict(images=images, annotations=kept + added, categories=categories)
+        write_json(folder / f"{name}.json", {**split.document, "info": info, **content})
     return numbered
 
 
@@ -202,33 +226,20 @@ def _annotation(one: Label, image: Any, category: int) -> dict[str, Any]:
         category_id=category,
         bbox=sides,
         area=round(sides[2] * sides[3], 2),
-        iscrowd=int(not one.is_sure),
+        iscrowd=int(not one.is_accepted),
         score=round(one.score, 4),
         predicted=True,
     )
 
 
-def _with_classes(
-    own: Sequence[Mapping[str, Any]], names: Iterable[str]
-) -> list[Mapping[str, Any]]:
-    """Categories of a file with new ones behind them."""
-    free = _largest(own) + 1
-    new = [dict(id=free + n, name=name, predicted=True) for n, name in enumerate(names)]
-    return [*own, *new]
-
-
-def _largest(records: Sequence[Mapping[str, Any]]) -> int:
-    """The largest whole number among the ids of records; 0 without any."""
-    return max((row["id"] for row in records if type(row["id"]) is int), default=0)
-
-
-def _linked(folder: Path, image: Mapping[str, Any], path: Path) -> str:
+def _linked(
+    folder: Path, split: str, number: int, image: Mapping[str, Any], path: Path
+) -> str:
     """Link an image into a folder, or copy it where links are not allowed."""
-    name = PurePosixPath(str(image["file_name"]).replace("\\", "/"))
+    name = PurePosixPath(str(image.get("file_name")).replace("\\", "/"))
     if name.is_absolute() or ".." in name.parts:
-        name = PurePosixPath(f"{image['id']}_{name.name}")
-    if len(name.parts) == 1:
-        name = IMAGES / name
+        name = PurePosixPath(f"{number}_{name.name}")
+    name = PurePosixPath("images", split) / name
     target = folder / name
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from damex.workbench.complete.datasets import Label, LabeledDataset
 
 SIDE = 640  # of a drawn image, in pixels
 OWN: Color = (90, 90, 90)
+COMMAND = ("damex", "data", "complete")
 
 
 def write_page(
     folder: Path,
+    out: Path,
     datasets: Sequence[LabeledDataset],
     labels: Mapping[str, Sequence[Label]],
     thresholds: Mapping[str, Any],
@@ -31,7 +34,8 @@ def write_page(
 ) -> None:
     """Write ``index.html`` with ``samples`` images of each dataset.
 
-    Images with a find that is nearest to its threshold come first.
+    Images with a detection that is nearest to its threshold come first. ``out`` is
+    where the folder will be.
     """
     colors = palette(thresholds)
     parts = []
@@ -51,22 +55,26 @@ def write_page(
                 name=dataset.name,
                 tiles=tiles,
                 images=len(of_image),
-                sure=sum(one.is_sure for one in rows),
-                doubtful=sum(not one.is_sure for one in rows),
+                accepted=sum(one.is_accepted for one in rows),
+                ignored=sum(not one.is_accepted for one in rows),
+                command=shlex.join(
+                    [*COMMAND, "--out", str(out / dataset.name), "--delete"]
+                ),
             )
         )
     environment = Environment(
         loader=PackageLoader("damex.workbench.complete", ""), autoescape=True
     )
     page = environment.get_template("page.html").render(
-        datasets=parts, thresholds=thresholds, folder=folder.with_suffix("").name
+        datasets=parts, thresholds=thresholds
     )
     write_text(folder / "index.html", page)
 
 
 def _doubt(labels: Sequence[Label], thresholds: Mapping[str, Any]) -> float:
-    """Distance of the nearest find to the threshold of labels."""
-    return min(abs(one.score - min(thresholds[one.name].sure, 1.0)) for one in labels)
+    """Distance of the nearest detection to the threshold of labels."""
+    limits = {name: min(one.accepted, 1.0) for name, one in thresholds.items()}
+    return min(abs(one.score - limits[one.name]) for one in labels)
 
 
 def _tile(
@@ -75,18 +83,19 @@ def _tile(
     labels: Sequence[Label],
     colors: Mapping[str, Color],
 ) -> dict[str, Any]:
-    """An image with the boxes of people in grey, and its finds dashed."""
+    """An image with the boxes of people in grey, and its detections dashed."""
     split = dataset.splits["train"]
     pixels = Image.fromarray(read_pixels(split.paths[image], "color").image[..., ::-1])
     scale = min(SIDE / max(pixels.size), 1.0)
     pixels = pixels.resize([max(round(side * scale), 1) for side in pixels.size])
-    own = split.boxes_of(image)
+    own = split.objects[image].corners_N4
     found = sorted(labels, key=lambda one: -one.score)
     boxes_N4 = scale * np.vstack([[one.box for one in found], own.reshape(-1, 4)])
     drawn = draw_boxes(
         np.asarray(pixels),
         boxes_N4,
-        [f"{one.id}{'' if one.is_sure else '?'}" for one in found] + [""] * len(own),
+        [f"{one.id}{'' if one.is_accepted else '?'}" for one in found]
+        + [""] * len(own),
         [colors[one.name] for one in found] + [OWN] * len(own),
         dashed=[True] * len(found) + [False] * len(own),
     )
@@ -96,9 +105,9 @@ def _tile(
             name=one.name,
             score=one.score,
             color="#{:02x}{:02x}{:02x}".format(*colors[one.name]),
-            is_sure=one.is_sure,
+            is_accepted=one.is_accepted,
         )
         for one in found
     ]
-    name = str(split.records.images[image].get("file_name"))
+    name = str(split.images[image].get("file_name"))
     return dict(name=name, uri=data_uri(Image.fromarray(drawn)), labels=rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -29,13 +29,30 @@ class Found(NamedTuple):
     scores_N: np.ndarray
     names: tuple[str, ...]
 
+    def only(self, wanted: Collection[str]) -> Found:
+        """Keep the ``wanted`` classes."""
+        kept = [place for place, name in enumerate(self.names) if name in wanted]
+        return self._at(kept)
+
+    def inside(self, size_2: np.ndarray) -> Found:
+        """Clip to an image of a width and height, NaN if unknown; drop empty boxes."""
+        limits_4 = np.tile(np.where(np.isnan(size_2), np.inf, size_2), 2)
+        boxes_N4 = np.clip(self.boxes_N4.reshape(-1, 4), 0.0, limits_4)
+        clipped = self._replace(boxes_N4=boxes_N4)
+        is_real_N = (boxes_N4[:, 2:] > boxes_N4[:, :2]).all(axis=1)
+        return clipped._at(np.flatnonzero(is_real_N).tolist())
+
+    def _at(self, places: Sequence[int]) -> Found:
+        names = tuple(self.names[place] for place in places)
+        boxes_N4 = self.boxes_N4.reshape(-1, 4)[[*places]]
+        return Found(boxes_N4, self.scores_N[[*places]], names)
+
     def without_doubles(self) -> Found:
         """Keep the best of detections of one object, whatever their classes."""
         boxes_N4 = torch.as_tensor(self.boxes_N4, dtype=torch.float32)
         scores_N = torch.as_tensor(self.scores_N, dtype=torch.float32)
         kept = nms(boxes_N4.reshape(-1, 4), scores_N, SAME_OBJECT).tolist()
-        names = tuple(self.names[place] for place in kept)
-        return Found(self.boxes_N4.reshape(-1, 4)[kept], self.scores_N[kept], names)
+        return self._at(kept)
 
 
 class Teacher(Protocol):
@@ -88,9 +105,7 @@ class DetectorTeacher:
             bar.begin(f"as {dataset}", len(images))
             stream = self._predictor.stream(images, dataset, LEAST, self._batch_size)
             for rows, one in zip(found, stream, strict=True):
-                keep_N = np.array([name in wanted for name in one.names], bool)
-                names = tuple(name for name in one.names if name in wanted)
-                rows.append(Found(one.boxes[keep_N], one.scores[keep_N], names))
+                rows.append(Found(one.boxes, one.scores, one.names).only(wanted))
                 bar.step()
         return [_joined(rows) for rows in found]
 
@@ -98,7 +113,7 @@ class DetectorTeacher:
 class FileTeacher:
     """Detections of somebody else's model: a COCO file whose annotations have scores.
 
-    Images are found by ``file_name``, else by its last part if that is unique.
+    An image is found by the longest ``file_name`` that its path ends with.
 
     Raises:
         DataError: If it is not such a file.
@@ -114,51 +129,59 @@ class FileTeacher:
         records, findings = parse_records(document, location)
         raise_first(findings)
         assert records is not None
-        self._by_name: dict[str, Found] = {}
-        rows: dict[int, list[int]] = {}
-        for position, record in enumerate(records.annotations):
-            if not is_number(record.get("score")):
-                raise DataError(
-                    f"{path}: annotation {record.get('id')} has no score. --from needs "
-                    "detections: a COCO file whose annotations have a score in [0, 1], "
-                    "as damex predict --json writes it."
-                )
-            rows.setdefault(int(records.image_N[position]), []).append(position)
         every = [*records.categories.values()]
         self.classes = tuple(dict.fromkeys(every))
+        rows: list[list[int]] = [[] for _ in records.images]
+        for place, record in enumerate(records.annotations):
+            score: Any = record.get("score")
+            if not is_number(score) or not 0 <= score <= 1:
+                self._refuse(record, f"score is {score!r}, not a number in [0, 1]")
+            if records.image_N[place] < 0 or records.class_N[place] < 0:
+                self._refuse(record, "its image or category is not listed")
+            if not records.is_box_N[place]:
+                self._refuse(record, "bbox is not a list of four numbers")
+            rows[records.image_N[place]].append(place)
+        self._found: dict[str, Found] = {}
+        self._users: dict[str, Path] = {}
         for image, record in enumerate(records.images):
-            chosen = [p for p in rows.get(image, ()) if records.is_box_N[p]]
+            chosen = rows[image]
             boxes_N4 = records.box_N4[chosen].copy()
             boxes_N4[:, 2:] += boxes_N4[:, :2]
-            scores_N = np.array([records.annotations[p]["score"] for p in chosen])
-            names = tuple(every[records.class_N[p]] for p in chosen)
-            name = str(record.get("file_name")).replace("\\", "/")
-            self._by_name[name] = Found(boxes_N4, scores_N.astype(float), names)
-        self._by_last: dict[str, list[str]] = {}
-        for name in self._by_name:
-            self._by_last.setdefault(name.rpartition("/")[2], []).append(name)
+            scores = [records.annotations[place]["score"] for place in chosen]
+            names = tuple(every[records.class_N[place]] for place in chosen)
+            name = str(record.get("file_name")).replace("\\", "/").removeprefix("./")
+            found = Found(boxes_N4, np.array(scores, float), names)
+            self._found[name] = found.inside(records.size_M2[image])
+
+    def _refuse(self, record: Mapping[str, Any], problem: str) -> NoReturn:
+        raise DataError(
+            f"{self._path}: annotation {record.get('id')}: {problem}. --from needs "
+            "detections: a COCO file whose annotations have a score, as damex predict "
+            "--json writes it."
+        )
 
     def find(
         self, images: Sequence[Path], wanted: Collection[str], bar: Bar
     ) -> list[Found]:
         """Return the detections of the ``wanted`` classes in each image."""
-        return [self._of(path, wanted) for path in images]
+        return [self._of(path).only(wanted).without_doubles() for path in images]
 
-    def _of(self, path: Path, wanted: Collection[str]) -> Found:
-        name, given = path.as_posix(), self._by_last.get(path.name, [])
-        fitting = [one for one in given if name == one or name.endswith(f"/{one}")]
-        chosen = fitting or given
-        if len(chosen) != 1:
-            what = "has several images" if chosen else "has no image"
+    def _of(self, path: Path) -> Found:
+        parts = path.absolute().parts
+        ends = ("/".join(parts[start:]).lstrip("/") for start in range(len(parts)))
+        name = next((one for one in (str(path), *ends) if one in self._found), None)
+        if name is None:
             raise DataError(
-                f"{self._path} {what} of the name {path.name}, which a dataset needs "
-                f"({path}). Detect in all training and validation images, and give "
-                "file_name with the folders that tell them apart."
+                f"{self._path} has no image {path.name} ({path}). Detect in all "
+                "training and validation images, and name them in file_name by the end "
+                "of their paths."
             )
-        one = self._by_name[chosen[0]]
-        keep = [place for place, name in enumerate(one.names) if name in wanted]
-        names = tuple(one.names[place] for place in keep)
-        return Found(one.boxes_N4[keep], one.scores_N[keep], names).without_doubles()
+        if (other := self._users.setdefault(name, path)) != path:
+            raise DataError(
+                f"{self._path}: the image {name} may be {other} or {path}; name the "
+                "folders in file_name that tell them apart."
+            )
+        return self._found[name]
 
 
 def _joined(rows: Iterable[Found]) -> Found:

@@ -1,38 +1,40 @@
-"""Scores from which the finds of a class are labels, from validation images."""
+"""Scores from which detections of a class are labels, from validation images."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from torchvision.ops import box_iou
 
-from damex.evaluation import MAX_DETS, ImageResult, coco_evaluation
 from damex.progress import Bar
-from damex.workbench.complete.datasets import LabeledDataset
-from damex.workbench.complete.teacher import Teacher
+from damex.workbench.complete.datasets import LabeledDataset, Objects
+from damex.workbench.complete.teacher import Found, Teacher
 
 MIN_OBJECTS = 5  # of a class, to choose its threshold on validation images
-MIN_PRECISION = 0.5  # of labels: more than half of them have to be right
-DOUBT = 2.0  # weight of recall over precision where a find is ignored at least
+MIN_PRECISION = 0.5  # of labels
+BETA_IGNORED = 2.0  # weight of recall over precision where detections are ignored
+MIN_IOU = 0.5  # of a detection with its object
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Scores from which a find of a class is used, and what to expect of its labels.
+    """Scores from which a detection of a class is used, and what to expect of labels.
 
     Attributes:
-        sure: Finds become labels from here; above 1 for none.
-        doubtful: Finds are ignored by the loss from here.
+        accepted: Detections become labels from here; infinite for none.
+        ignored: Detections are ignored by the loss from here.
         precision: Share of the labels that are right, on validation images.
         recall: Share of the objects that get a label, on validation images.
         objects: Number of objects there.
     """
 
-    sure: float
-    doubtful: float
+    accepted: float
+    ignored: float
     precision: float | None
     recall: float | None
     objects: int
@@ -43,41 +45,44 @@ class Threshold:
         return {k: None if v == math.inf else v for k, v in vars(self).items()}
 
 
-@dataclass(frozen=True)
-class Curve:
-    """Precision over recall of one class at IoU 0.5, as in COCO.
+class Curve(NamedTuple):
+    """Precision and recall of the detections with a score or more, best score first."""
 
-    Args:
-        precision_R: In [0, 1], at 101 recalls; 0 where a recall is not reached.
-        recall_R: 0, 0.01, ..., 1.
-        score_R: Scores of the detections with which recalls are reached.
-        objects: Number of objects.
-    """
+    score_N: np.ndarray
+    precision_N: np.ndarray
+    recall_N: np.ndarray
 
-    precision_R: np.ndarray
-    recall_R: np.ndarray
-    score_R: np.ndarray
+    @classmethod
+    def of(cls, score_N: np.ndarray, is_right_N: np.ndarray, objects: int) -> Curve:
+        """Count detections of equal score together: a threshold takes all or none."""
+        order_N = np.argsort(-score_N, kind="stable")
+        score_N, right_N = score_N[order_N], np.cumsum(is_right_N[order_N])
+        last = np.flatnonzero(np.append(np.diff(score_N) != 0, True)[: len(score_N)])
+        recall = right_N[last] / max(objects, 1)
+        return cls(score_N[last], right_N[last] / (last + 1), recall)
+
+    def best(self, beta: float, *, least: float = 0.0) -> float:
+        """Score with the best F-beta and a precision of ``least``; else infinite.
+
+        F-beta weighs recall ``beta`` times as much as precision (van Rijsbergen 1979).
+        """
+        p_N, r_N, weight = self.precision_N, self.recall_N, beta**2
+        f_N = (1 + weight) * p_N * r_N / np.maximum(weight * p_N + r_N, 1e-12)
+        f_N = np.where(p_N >= least, f_N, 0.0)
+        return float(self.score_N[f_N.argmax()]) if f_N.any() else math.inf
+
+
+class Judged(NamedTuple):
+    """Detections of a class: scores, whether they are right; number of objects."""
+
+    score_N: np.ndarray
+    is_right_N: np.ndarray
     objects: int
-
-
-def precision_curve(images: Sequence[ImageResult], label: int) -> Curve:
-    """Precision, recall and score of the detections of one class."""
-    recall_R = np.linspace(0, 1, 101)
-    found = coco_evaluation(images, {label: "class"}, None, MAX_DETS)
-    if found is None:
-        return Curve(np.zeros(101), recall_R, np.zeros(101), 0)
-    objects = sum(
-        one["label"] == label and not one["iscrowd"]
-        for image in images
-        for one in image.ground_truth
-    )
-    precision_R, score_R = (found[key][0, :, 0, 0] for key in ("precision", "scores"))
-    return Curve(precision_R.clip(min=0), recall_R, score_R.clip(min=0), objects)
 
 
 def find_thresholds(
     teacher: Teacher,
-    witnesses: Sequence[LabeledDataset],
+    references: Sequence[LabeledDataset],
     wanted: Sequence[str],
     min_score: float | None,
     bar: Bar,
@@ -85,52 +90,80 @@ def find_thresholds(
     """Choose the scores of each class on the validation images that label it.
 
     A class with fewer than ``MIN_OBJECTS`` objects there is left out, unless
-    ``min_score`` is given.
+    ``min_score`` is given. A dataset without any object of a class says nothing: its
+    labels of that class may be predicted.
     """
-    images: dict[str, list[Any]] = {name: [] for name in wanted}
-    for one in witnesses:
-        known = [name for name in wanted if name in one.classes.values()]
-        if known and (split := one.splits.get("val")) is not None:
-            found = teacher.find(split.paths, known, bar)
-            results = one.results(found, wanted)
+    judged: dict[str, list[Judged]] = {name: [] for name in wanted}
+    for one in references:
+        split = one.splits["val"]
+        shown = {name for objects in split.objects for name in objects.names}
+        known = [name for name in wanted if name in shown]
+        found = teacher.find(split.paths, known, bar) if known else []
+        for detections, objects in zip(found, split.objects, strict=bool(known)):
             for name in known:
-                images[name] += results
+                judged[name].append(judge(detections, objects, name))
     thresholds = {}
-    for label, name in enumerate(wanted):
-        curve = precision_curve(images[name], label)
+    for name, rows in judged.items():
+        empty = Judged(np.zeros(0), np.zeros(0, bool), 0)
+        score_N, is_right_N, counts = zip(empty, *rows, strict=True)
+        count = sum(counts)
+        curve = Curve.of(np.concatenate(score_N), np.concatenate(is_right_N), count)
         if min_score is not None:
-            thresholds[name] = _at(curve, min_score, min_score / DOUBT)
-        elif curve.objects >= MIN_OBJECTS:
-            sure = _best(curve, 1.0, least=MIN_PRECISION)
-            doubtful = _best(curve, DOUBT)
-            thresholds[name] = _at(curve, sure, min(sure, doubtful))
+            thresholds[name] = _expected(curve, min_score, min_score / 2, count)
+        elif count >= MIN_OBJECTS:
+            accepted = curve.best(1.0, least=MIN_PRECISION)
+            ignored = min(accepted, curve.best(BETA_IGNORED))
+            thresholds[name] = _expected(curve, accepted, ignored, count)
     return thresholds
 
 
-def _best(curve: Curve, beta: float, *, least: float = 0.0) -> float:
-    """Score with the best F-beta among those with a precision of ``least``; else inf.
+def _expected(curve: Curve, accepted: float, ignored: float, objects: int) -> Threshold:
+    """Thresholds with the precision and recall of labels."""
+    taken = np.flatnonzero(curve.score_N >= accepted)
+    precision = float(curve.precision_N[taken[-1]]) if len(taken) else None
+    recall = None
+    if objects:
+        recall = float(curve.recall_N[taken[-1]]) if len(taken) else 0.0
+    return Threshold(accepted, ignored, precision, recall, objects)
 
-    F-beta weighs recall ``beta`` times as much as precision (van Rijsbergen 1979).
+
+def judge(found: Found, truth: Objects, name: str) -> Judged:
+    """Judge the detections of a class in an image.
+
+    As in COCO, each object counts once, for the best detection with an IoU of
+    ``MIN_IOU``, and what else lies in a crowd does not count.
     """
-    best, weight = (0.0, math.inf), beta**2
-    for score in np.unique(curve.score_R[curve.precision_R > 0]).tolist():
-        p, r = _at_score(curve, score)
-        if p >= least and r > 0:
-            best = max(best, ((1 + weight) * p * r / (weight * p + r), score))
-    return best[1]
+    mine = [place for place, one in enumerate(found.names) if one == name]
+    mine.sort(key=lambda place: -found.scores_N[place])
+    boxes_N4 = torch.as_tensor(found.boxes_N4[mine]).double()
+    objects_K4, crowds_C4 = (
+        torch.as_tensor(truth.of(name, crowds=crowds)).double()
+        for crowds in (False, True)
+    )
+    is_right_N = right_ones(boxes_N4, objects_K4)
+    counts_N = is_right_N | ~_in_crowd(boxes_N4, crowds_C4)
+    score_N = found.scores_N[mine]
+    return Judged(score_N[counts_N], is_right_N[counts_N], len(objects_K4))
 
 
-def _at_score(curve: Curve, score: float) -> tuple[float, float]:
-    """Precision and recall of the detections with a score or more."""
-    reached = np.flatnonzero((curve.precision_R > 0) & (curve.score_R >= score))
-    if not len(reached):
-        return 0.0, 0.0
-    return float(curve.precision_R[reached[-1]]), float(curve.recall_R[reached[-1]])
+def right_ones(boxes_N4: torch.Tensor, objects_K4: torch.Tensor) -> np.ndarray:
+    """Whether each box, best first, is the first of an object (N,)."""
+    is_right_N = np.zeros(len(boxes_N4), bool)
+    if not len(objects_K4):
+        return is_right_N
+    overlap_NK = box_iou(boxes_N4, objects_K4)
+    for place, overlap_K in enumerate(overlap_NK):
+        if is_right := bool(overlap_K.max() >= MIN_IOU):
+            overlap_NK[:, overlap_K.argmax()] = 0.0
+        is_right_N[place] = is_right
+    return is_right_N
 
 
-def _at(curve: Curve, sure: float, doubtful: float) -> Threshold:
-    """The thresholds with the precision and recall of labels."""
-    precision = recall = None
-    if curve.objects:
-        precision, recall = _at_score(curve, sure)
-    return Threshold(sure, doubtful, precision or None, recall, curve.objects)
+def _in_crowd(boxes_N4: torch.Tensor, crowds_C4: torch.Tensor) -> np.ndarray:
+    """Whether half of a box lies in a crowd (N,)."""
+    low_NC2 = torch.maximum(boxes_N4[:, None, :2], crowds_C4[:, :2])
+    high_NC2 = torch.minimum(boxes_N4[:, None, 2:], crowds_C4[:, 2:])
+    inside_NC = (high_NC2 - low_NC2).clamp_min(0).prod(-1)
+    area_N1 = (boxes_N4[:, 2:] - boxes_N4[:, :2]).prod(-1, keepdim=True)
+    in_any_N: np.ndarray = (inside_NC >= MIN_IOU * area_N1).any(1).numpy()
+    return in_any_N

@@ -288,8 +288,8 @@ def voted_detector(
             image.
     """
     problems = {
-        "label_prior, dataset_head or ignore_unannotated_classes": (
-            detector.awareness is not None
+        "label_prior, dataset_head or ignore_unannotated_classes=True": (
+            detector.awareness is not None and detector.awareness.config.changes_scores
         ),
         "no experts, or none that were trained to predict the dataset": not moe_blocks(
             detector
