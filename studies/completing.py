@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from damex.errors import ConfigError
 from damex.workbench.api import run_damex
 from damex.workbench.cli.run import Jobs, Seeds, program, run_command
 from damex.workbench.complete.thresholds import right_ones
@@ -33,6 +34,10 @@ ARMS: Mapping[str, Options] = MappingProxyType(
         "ignored": {"model.ignore_unannotated_classes": "True"},
         "ignored_if_found": {"model.ignore_unannotated_classes": "0.15"},
     }
+)
+# Arms that are completed after half of the time: what their teacher is trained with.
+TEACHERS: Mapping[str, str] = MappingProxyType(
+    {"completed": "negatives", "completed_from_ignored": "ignored"}
 )
 app = program(
     "python -m studies.completing",
@@ -54,7 +59,7 @@ def completing(
     /,
     *,
     seeds: Seeds = (1, 2, 3, 4, 5),
-    arms: tuple[str, ...] = (*ARMS, "completed", "all_labels"),
+    arms: tuple[str, ...] = (*ARMS, *TEACHERS, "all_labels"),
     moe: str = "dense",
     epochs: int = 2,
     work_dir: Path = Path("work_dirs/missing_labels"),
@@ -73,7 +78,9 @@ def completing(
     """
     names = [folder.name for folder in sorted(halves.iterdir()) if folder.is_dir()]
     names = [name for name in names if name.endswith(("_a", "_b"))]
-    train = partial(_train, moe=moe, work_dir=work_dir)
+    if epochs % 2:
+        raise ConfigError(f"--epochs must be even, for two halves, got {epochs}.")
+    train = partial(_train, moe=moe, work_dir=work_dir / f"{moe}-{epochs}")
     every = [Job(arm, seed) for seed in seeds for arm in arms]
     step = partial(_run, train=train, halves=halves, names=names, epochs=epochs)
     with ThreadPoolExecutor(jobs) as pool:
@@ -93,23 +100,19 @@ def _run(
     folders = [halves / name for name in names]
     if job.arm == "all_labels":
         folders = [halves / "all_labels" / name for name in names]
-    if job.arm != "completed":
+    if job.arm not in TEACHERS:
         options = ARMS.get(job.arm, {})
         run = train(job.arm, job.seed, folders, epochs=epochs, options=options)
         return _scores(run)
-    teacher = train("teacher", job.seed, folders, epochs=epochs // 2)
+    lesson = TEACHERS[job.arm]
+    half = partial(train, seed=job.seed, epochs=epochs // 2)
+    teacher = half(f"teacher_{lesson}", folders=folders, options=ARMS[lesson])
+    checkpoint = str(teacher / f"epoch_{epochs // 2}.pth")
     done = teacher / "completed"
     if not done.exists():
-        checkpoint = teacher / f"epoch_{epochs // 2}.pth"
-        run_damex(
-            ["data", "complete", str(checkpoint), "--out", str(done)], verbose=False
-        )
+        run_damex(["data", "complete", checkpoint, "--out", str(done)], verbose=False)
     folders = [done / name for name in names]
-    options = {"load_from": str(teacher / f"epoch_{epochs // 2}.pth")}
-    run = train(
-        "completed", job.seed, folders, epochs=epochs - epochs // 2, options=options
-    )
-    return _scores(run)
+    return _scores(half(job.arm, folders=folders, options={"load_from": checkpoint}))
 
 
 def _train(
@@ -123,7 +126,7 @@ def _train(
     options: Options = MappingProxyType({}),
 ) -> Path:
     """Train unless it is done; returns the folder of the run."""
-    folder = work_dir / moe / arm / f"seed{seed}"
+    folder = work_dir / arm / f"seed{seed}"
     if not (folder / "summary.json").exists():
         roots = {f"mixture.{n}.root": str(path) for n, path in enumerate(folders)}
         settings = {"moe": moe, "max_epochs": epochs, "randomness.seed": seed}
