@@ -170,6 +170,7 @@ COMPLETING = {
     "ignored": "`ignore_unannotated_classes=True`",
     "ignored_if_found": "`ignore_unannotated_classes=0.15`",
     "completed": "`--complete`: 300 iterations, completed, 300 more",
+    "completed_from_ignored": "the same, the first 300 with `True`",
     "all_labels": "all labels: what could be reached",
 }
 

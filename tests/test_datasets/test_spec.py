@@ -34,7 +34,7 @@ def test_parse_keeps_the_order_and_the_values():
     assert parse_mixture([{**given, **dict.fromkeys(keys)}]) == parse_mixture([given])
 
 
-NAME = "[0].name must be a non-empty string without '/', got "
+NAME = "[0].name must be a text without '/', and not '.' or '..', got "
 LIST = "classes must be a list of names, got "
 WEIGHT = "weight must be a number above 0 (remove the entry to leave it out), got "
 ROOT = dict(root="r", data_root=None, train=None)
@@ -44,7 +44,10 @@ ROOT = dict(root="r", data_root=None, train=None)
     ("changes", "fault"),
     [
         (dict(wieght=1), "[0] has the unknown key 'wieght'; did you mean 'weight'?"),
-        *((dict(name=name), f"{NAME}{name!r}") for name in (None, "", "a/b", 3)),
+        *(
+            (dict(name=name), f"{NAME}{name!r}")
+            for name in (None, "", "a/b", "..", "a\\b", 3)
+        ),
         *((dict(name=n), f"{n!r} is a row of the table") for n in ("mean", "pooled")),
         *((dict(name=n), f"{n!r} is a choice of --d") for n in ("auto", "all", "none")),
         *((dict(weight=w), f"{WEIGHT}{w!r}") for w in (0, -1.0, float("nan"), "2")),
