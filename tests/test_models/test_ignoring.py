@@ -106,12 +106,13 @@ def test_a_softmax_ignores_the_query():
 
 @pytest.fixture
 def lessons(build_mmdet, make_batch, run_loss, total):
-    """``lessons(name)``: gradients and labels of the scores of every loss.
+    """``lessons(name)``: gradients of the scores of every loss, unmatched and matched.
 
-    Class 0 is ignored all over the first image, class 1 all over the second.
+    Class 0 is ignored all over the first image, class 1 all over the second: by
+    ``boxes``, or as the options of the detector say.
     """
 
-    def gather(name, **options):
+    def gather(name, *, boxes=True, **options):
         detector = build_mmdet(name, **options)
         head = detector.bbox_head
         calls = []
@@ -128,6 +129,8 @@ def lessons(build_mmdet, make_batch, run_loss, total):
         batch = make_batch([0, 1], sizes=[(64, 96), (64, 64)], boxes=[2, 3])
         for label, sample in enumerate(batch["data_samples"]):
             sample.gt_instances.labels[:] = 3
+            if not boxes:
+                continue
             height, width = sample.img_shape
             sample.ignored_instances = InstanceData(
                 bboxes=torch.tensor([[-width, -height, 2 * width, 2 * height]]).float(),
@@ -140,10 +143,22 @@ def lessons(build_mmdet, make_batch, run_loss, total):
     return gather
 
 
+# Classes without annotations that are found: at first all have a probability of 0.01.
+BY_SCORE = dict(
+    boxes=False,
+    ignore_unannotated_classes=0.001,
+    label_coverage=dict(
+        labels=[[*range(1, 80)], [0, *range(2, 80)]],
+        groups=[0, 1],
+    ),
+)
+
+
+@pytest.mark.parametrize("options", [{}, BY_SCORE], ids=["boxes", "score"])
 def test_every_loss_of_every_detector_ignores_the_classes_of_its_image(
-    detector_name, lessons
+    detector_name, lessons, options
 ):
-    found = lessons(detector_name)
+    found = lessons(detector_name, **options)
     assert len(found) >= 2
     if detector_name == "MoEDETR":  # a softmax: the query learns nothing
         assert not any(unmatched.any() for unmatched, _ in found)
