@@ -286,6 +286,18 @@ def test_classes_that_the_training_left_out_are_labels_if_they_are_wanted(folder
     assert [name for _, name in cats.splits["train"].annotations] == ["cat", "dog"]
 
 
+def test_a_class_without_a_precise_score_is_not_completed(folders, tmp_path):
+    """It stays one that the dataset does not annotate."""
+    wrong = [("dog", 0.8, [x, 0, x + 4, 4]) for x in (0, 8)]
+    said = complete(FakeTeacher(CAT, DOG, *wrong), folders, tmp_path / "done")
+    assert "| cats | dog | 0 | 0 | never | - | 0.00 |" in said
+    document = json.loads((tmp_path / "done" / "cats" / "train.json").read_text())
+    assert [one["name"] for one in document["categories"]] == ["cat"]
+    with pytest.raises(ConfigError, match="no class reaches a precision of 0.5"):
+        complete(FakeTeacher(DOG, *wrong), folders, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
 def test_a_class_that_was_kept_apart_is_not_missing(folders, tmp_path):
     teacher = FakeTeacher(CAT, ("dogs/dog", 0.9, [1, 1, 9, 9]))
     teacher.known = dict(dogs={"dog": "dogs/dog"})

@@ -6,7 +6,7 @@ Imports nothing heavy: the command line shows the models in its help.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -101,7 +101,7 @@ def folder_name(folder: str | os.PathLike[str]) -> str:
     return (path.resolve() if path.name == ".." else path).name
 
 
-def run_name(folders: Mapping[str, str]) -> str:
+def run_name(folders: Iterable[str]) -> str:
     """Name of the config and the work dir of a training on some datasets."""
     return "-".join(folders)[:60]
 

@@ -138,7 +138,7 @@ def labels(
     "damex.workbench.complete.complete",
     "damex data complete epoch_3.pth --out completed",
     "damex data complete epoch_3.pth --data data/photos data/street --out completed",
-    "damex data complete --from found.json --data data/photos --out completed",
+    "damex data complete --from found.json --data data/photos data/street --out done",
     "damex data complete --out completed/photos --delete 901 914",
 )
 def complete(
@@ -160,7 +160,7 @@ def complete(
 
     A detector finds them. Each class gets its threshold on the validation images of the
     datasets that label it: what is sure becomes a label, what is doubtful is ignored by
-    the loss. Labels of people are not changed.
+    the loss. Existing labels are not changed.
 
     Args:
         data: Folders of the datasets (default: the datasets of the checkpoint).
@@ -170,9 +170,9 @@ def complete(
             a COCO file whose annotations have scores.
         classes: Classes to look for (default: all that the teacher finds). Leave out
             those that the images of the other datasets never show.
-        min_score: Score from which finds are labels, for all classes; from half of it
-            they are ignored.
-        delete: Delete found labels with these ids.
+        min_score: Score from which detections become labels, for all classes; from half
+            of it they are ignored.
+        delete: Delete predicted labels with these ids.
         samples: Number of images of each dataset on the page.
         batch_size: Images per batch.
     """

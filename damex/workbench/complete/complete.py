@@ -39,10 +39,11 @@ from damex.workbench.complete.teacher import (
 )
 from damex.workbench.complete.thresholds import (
     MIN_OBJECTS,
+    MIN_PRECISION,
     Threshold,
     find_thresholds,
 )
-from damex.workbench.zero_config import named_folders
+from damex.workbench.zero_config import named_folders, run_name
 
 Labels = Mapping[str, Sequence[Label]]  # by dataset
 Thresholds = Mapping[str, Threshold]  # by class
@@ -135,11 +136,12 @@ def write_completed(
     try:
         with Bar() as bar:
             found = find_thresholds(teacher, references, wanted, min_score, bar)
+            _check(found, wanted)
             plain = {name: one.plain for name, one in found.items()}
             about = dict(teacher=source, thresholds=plain)
             labels = {}
             for one in datasets:
-                names = [name for name in missing[one.name] if name in found]
+                names = [n for n in missing[one.name] if n in found and found[n].labels]
                 mine = find_labels(teacher, one, names, found, bar)
                 labels[one.name] = write_dataset(
                     draft / one.name, one, mine, names, about
@@ -181,6 +183,19 @@ def _missing(
             f"all classes to look for: {', '.join(shared) or 'none'}."
         )
     return missing
+
+
+def _check(found: Thresholds, wanted: Sequence[str]) -> None:
+    """Refuse to write datasets without a new label."""
+    if not any(one.labels for one in found.values()):
+        few = [name for name in wanted if name not in found]
+        raise ConfigError(
+            f"nothing to complete: no class reaches a precision of {MIN_PRECISION} on "
+            "validation images that label it; with fewer than "
+            f"{MIN_OBJECTS} objects there: {', '.join(few) or 'none'}. Name datasets "
+            "that label the classes with --data, train the teacher longer, or set "
+            "--min-score."
+        )
 
 
 def _readable(
@@ -256,14 +271,14 @@ def report(
             shares = (
                 "-" if v is None else f"{v:.2f}" for v in (one.precision, one.recall)
             )
-            score = "never" if one.plain["accepted"] is None else f"{one.accepted:.2f}"
+            score = f"{one.accepted:.2f}" if one.labels else "never"
             cells = (f"{counts[name, kind]:,}" for kind in (True, False))
             rows.append((dataset, name, *cells, score, *shares))
     header = ("dataset", "class", "labels", "ignored", "labels from score")
     lines = [
         markdown((*header, "precision", "recall"), rows).rstrip(),
-        "precision, recall: of labels, on validation images that label the class; in "
-        "images without labels of it, expect less recall",
+        "precision, recall: of labels, on validation images that label the class; "
+        "expect less of both in completed images",
     ]
     skipped = {name for row in missing.values() for name in row} - {*found}
     if skipped:
@@ -272,10 +287,11 @@ def report(
             f"{', '.join(sorted(skipped))}; --min-score 0.5 sets the scores of all"
         )
     folders = shlex.join(str(out / name) for name in missing)
+    run = shlex.quote(f"work_dirs/{run_name(missing)}-completed")
     return [
         *lines,
         f"look at them: {out / 'index.html'}",
-        f"train on them: damex train --data {folders}",
+        f"train on them: damex train --data {folders} --work-dir {run}",
     ]
 
 
@@ -299,8 +315,8 @@ def delete_labels(folder: Path, ids: Sequence[int]) -> str:
     predicted = {row["id"] for row in document["annotations"] if row.get("predicted")}
     if unknown := sorted({*ids} - predicted):
         raise ConfigError(
-            f"--delete: {file} has no predicted label with the id {unknown[0]}; labels "
-            "of people are not deleted."
+            f"--delete: {file} has no predicted label with the id {unknown[0]}; "
+            "existing labels are not deleted."
         )
     kept = [row for row in document["annotations"] if row["id"] not in {*ids}]
     write_json(file, {**document, "annotations": kept})

@@ -83,7 +83,7 @@ def _tile(
     labels: Sequence[Label],
     colors: Mapping[str, Color],
 ) -> dict[str, Any]:
-    """An image with the boxes of people in grey, and its detections dashed."""
+    """An image with the existing labels in grey, and its detections dashed."""
     split = dataset.splits["train"]
     pixels = Image.fromarray(read_pixels(split.paths[image], "color").image[..., ::-1])
     scale = min(SIDE / max(pixels.size), 1.0)

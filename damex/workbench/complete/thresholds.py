@@ -40,6 +40,11 @@ class Threshold:
     objects: int
 
     @property
+    def labels(self) -> bool:
+        """Whether any detection becomes a label; else the class is not completed."""
+        return self.accepted < math.inf
+
+    @property
     def plain(self) -> dict[str, Any]:
         """Values for JSON, which has no infinity."""
         return {k: None if v == math.inf else v for k, v in vars(self).items()}
