@@ -37,7 +37,11 @@ ARMS: Mapping[str, Options] = MappingProxyType(
 )
 # Arms that are completed after half of the time: what their teacher is trained with.
 TEACHERS: Mapping[str, str] = MappingProxyType(
-    {"completed": "negatives", "completed_from_ignored": "ignored"}
+    {
+        "completed": "negatives",
+        "completed_from_ignored": "ignored",
+        "completed_from_ignored_if_found": "ignored_if_found",
+    }
 )
 app = program(
     "python -m studies.completing",

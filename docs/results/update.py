@@ -171,6 +171,7 @@ COMPLETING = {
     "ignored_if_found": "`ignore_unannotated_classes=0.15`",
     "completed": "`--complete`: 300 iterations, completed, 300 more",
     "completed_from_ignored": "the same, the first 300 with `True`",
+    "completed_from_ignored_if_found": "the same, the first 300 with `0.15`",
     "all_labels": "all labels: what could be reached",
 }
 
