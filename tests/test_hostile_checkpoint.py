@@ -193,8 +193,8 @@ READING = {
     ],
     "grow": ["grow PTH DATA/grown.py --images 1 --out new.pth"],
     "data complete": [
-        "data complete PTH --out new",
-        "data complete PTH --data DATA/street DATA/park --out new",
+        "data complete PTH --min-score 0.01 --out new",
+        "data complete PTH --data DATA/street DATA/park --min-score 0.01 --out new",
     ],
 }
 WRITING = {

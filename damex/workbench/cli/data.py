@@ -138,7 +138,7 @@ def labels(
     "damex.workbench.complete.complete",
     "damex data complete epoch_3.pth --out completed",
     "damex data complete epoch_3.pth --data data/photos data/street --out completed",
-    "damex data complete --from found.json --data data/photos data/street --out done",
+    "damex data complete --from found.json --data photos street --out completed",
     "damex data complete --out completed/photos --delete 901 914",
 )
 def complete(
