@@ -291,7 +291,9 @@ class RoutedDetector(_Detector):
             gates = self.channel_gating(images, samples)
         ratio_B2 = valid_ratio_of(images, samples)
         awareness = self.awareness
-        found = awareness.ignored_if_found(samples or ()) if awareness else {}
+        found: dict[str, Any] = {}
+        if learns and awareness is not None:
+            found = awareness.ignored_if_found(samples or ())
         with (
             self.routing.step(valid_ratio_B2=ratio_B2, gates=gates, **known),
             awareness.step(self.bbox_head, samples) if awareness else nullcontext(),
