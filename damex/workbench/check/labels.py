@@ -24,7 +24,8 @@ FEW = 10  # minimum number of boxes to compare sizes and shapes
 FACTOR = 3.0  # ratio of medians that suggests different things
 ADVICE = (
     "Objects of these classes in images of these datasets are taught as background. If "
-    "there are any, damex data complete adds labels for them."
+    "there are any, damex data complete adds labels for them, and "
+    "model.ignore_unannotated_classes=0.15 forgives detections of them."
 )
 
 
