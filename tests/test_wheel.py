@@ -68,6 +68,15 @@ def test_every_config_is_in_the_wheel(site):
         assert files == {path.relative_to(configs) for path in configs.rglob(kind)}
 
 
+def test_every_file_of_the_package_is_in_the_wheel(site):
+    """Templates and pictures, too."""
+    words = ["git", "-c", "safe.directory=*", "ls-files", "-z", "--", "damex"]
+    done = subprocess.run(words, cwd=ROOT, check=True, capture_output=True, text=True)
+    names = [*filter(None, done.stdout.split("\0"))]
+    assert names
+    assert [name for name in names if not (site / name).exists()] == []
+
+
 def run(site, folder, *arguments):
     return subprocess.run(
         [sys.executable, *arguments],
