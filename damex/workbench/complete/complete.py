@@ -74,6 +74,8 @@ def complete(
             "data complete needs one teacher: a CHECKPOINT of damex train, or --from "
             "FILE.json with the detections of another model."
         )
+    if detections is not None and not data:
+        raise ConfigError("--from needs the datasets: --data FOLDER FOLDER.")
     filter_console()
     if detections is not None:
         teacher: Teacher = FileTeacher(detections)
@@ -124,8 +126,6 @@ def write_completed(
     if out.exists():
         raise ConfigError(f"{out} exists; remove it, or choose another folder.")
     entries = [dict(name=name, root=root) for name, root in folders.items()]
-    if not (entries or teacher.mixture):
-        raise ConfigError("--from needs the datasets: --data FOLDER FOLDER.")
     chosen = _chosen(teacher, classes)
     datasets = read_datasets(entries or teacher.mixture, teacher.known, chosen)
     missing = _missing(teacher, datasets, chosen)
@@ -151,9 +151,8 @@ def write_completed(
         draft.rename(out)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
-    return "\n".join(
-        [*_unknown(teacher, datasets), *report(out, missing, labels, found)]
-    )
+    lines = [*_unknown(teacher, datasets), *report(out, missing, labels, found)]
+    return "\n".join(lines)
 
 
 def _chosen(teacher: Teacher, classes: Sequence[str]) -> Sequence[str]:
@@ -293,10 +292,6 @@ def report(
         f"look at them: {out / 'index.html'}",
         f"train on them: damex train --data {folders} --work-dir {run}",
     ]
-
-
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
 
 
 def delete_labels(folder: Path, ids: Sequence[int]) -> str:
