@@ -132,9 +132,10 @@ def _train(
     """Train unless it is done; returns the folder of the run."""
     folder = work_dir / arm / f"seed{seed}"
     if not (folder / "summary.json").exists():
-        roots = {f"mixture.{n}.root": str(path) for n, path in enumerate(folders)}
+        entries = {f"mixture.{n}.root": str(path) for n, path in enumerate(folders)}
+        entries |= {f"mixture.{n}.name": path.name for n, path in enumerate(folders)}
         settings = {"moe": moe, "max_epochs": epochs, "randomness.seed": seed}
-        words = [f"{k}={v}" for k, v in {**settings, **roots, **options}.items()]
+        words = [f"{k}={v}" for k, v in {**settings, **entries, **options}.items()]
         run = ("--work-dir", str(folder), "--cfg-options", *words)
         run_damex(["train", CONFIG, "--device", "cpu", *run], verbose=False)
     return folder
