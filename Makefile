@@ -20,8 +20,8 @@ PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
 install: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-	  { echo "damex needs Python 3.10 or newer; name one: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "damex needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "installing into $(VENV) (about two minutes, several GB on first use) ..."
 	@if command -v uv >/dev/null; then \
 	  uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
@@ -36,7 +36,7 @@ $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
 # Without the packages of CUDA, which torch pins itself, and without versions for systems
 # and Pythons that are not tested.
 constraints:
-	uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.10 --no-annotate \
+	uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.11 --no-annotate \
 	  --extra dev --extra onnx --extra pretrained --custom-compile-command "make constraints" \
 	  --output-file constraints.txt pyproject.toml
 	sed -E -i '/^(cuda|nvidia)-|== .(emscripten|win32)|>= .3\.14/d' constraints.txt
@@ -57,7 +57,7 @@ test-all: $(STAMP)
 
 LOWEST := .venv-lowest
 test-lowest:
-	uv venv --quiet --allow-existing --python $(or $(LOWEST_PYTHON),3.10) $(LOWEST)
+	uv venv --quiet --allow-existing --python $(or $(LOWEST_PYTHON),3.11) $(LOWEST)
 	uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
 	  --editable '.[onnx,pretrained]' 'pytest>=8' 'pytest-xdist>=3.6'
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n auto --dist loadfile \

@@ -110,7 +110,7 @@ def test_from_source_the_needs_are_those_of_requirements_txt(monkeypatch):
     installed = {need.name: need.specifier for need in declared()}
     monkeypatch.setattr(metadata, "metadata", not_installed)
     needs = declared()
-    assert needs[0] == Requirement("python>=3.10")
+    assert needs[0] == Requirement("python>=3.11")
     assert {need.name: need.specifier for need in needs} == installed
     assert {*MODULES} <= {*installed, "opencv-python"}
 

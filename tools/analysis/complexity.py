@@ -12,6 +12,7 @@ from dataclasses import astuple, dataclass
 from typing import Annotated, Any
 
 import torch
+from cyclopts import Parameter
 from mmdet.registry import MODELS
 from mmdet.structures import DetDataSample
 from mmengine.config import Config
@@ -33,7 +34,6 @@ from damex.workbench.cli.run import (
     CfgOptions,
     ConfigName,
     PositiveInt,
-    parameter,
     program,
     run_command,
 )
@@ -156,7 +156,7 @@ def complexity(
     *,
     cfg_options: CfgOptions = (),
     shape: Annotated[
-        tuple[PositiveInt, PositiveInt] | None, parameter("HEIGHT WIDTH")
+        tuple[PositiveInt, PositiveInt] | None, Parameter(metavar="HEIGHT WIDTH")
     ] = None,
     classes: PositiveInt | None = None,
     groups: PositiveInt | None = None,

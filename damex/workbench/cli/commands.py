@@ -19,7 +19,6 @@ from damex.workbench.cli.run import (
     Share,
     Trust,
     command,
-    parameter,
     program,
 )
 from damex.workbench.zero_config import models_help
@@ -39,7 +38,7 @@ BASELINES: tuple[DefaultBaseline, ...] = get_args(DefaultBaseline)
 # As many times the compute as there are datasets.
 Baseline = Literal[DefaultBaseline, "single_full"]
 LocalRank = Annotated[int, Parameter(name=("--local-rank", "--local_rank"), show=False)]
-NewCheckpoint = Annotated[str, parameter("FILE.pth")]
+NewCheckpoint = Annotated[str, Parameter(metavar="FILE.pth")]
 
 app = program(
     "damex",
@@ -66,8 +65,8 @@ def train(
     *,
     data: Annotated[
         tuple[str, ...],
-        parameter(
-            "[NAME=]FOLDER...",
+        Parameter(
+            metavar="[NAME=]FOLDER...",
             help="Datasets to train on, in place of a config; a dataset is called like "
             "its folder unless it has a NAME.",
         ),
@@ -83,7 +82,7 @@ def train(
     auto_scale_lr: bool = False,
     resume: Annotated[
         tuple[str, ...] | None,
-        parameter("[CHECKPOINT]", consume_multiple=(0, 1)),
+        Parameter(metavar="[CHECKPOINT]", consume_multiple=(0, 1)),
     ] = None,
     complete: bool = False,
 ) -> None:
@@ -118,7 +117,7 @@ def test(
     local_rank: LocalRank = 0,
     device: Device = None,
     classwise: bool = False,
-    out: Annotated[str | None, parameter("FILE.pkl")] = None,
+    out: Annotated[str | None, Parameter(metavar="FILE.pkl")] = None,
     show: bool = False,
     show_dir: str | None = None,
     wait_time: float = 2,
@@ -151,7 +150,7 @@ def predict(
     images: tuple[str, ...],
     /,
     *,
-    dataset: Annotated[str, parameter("auto|NAME|all")] = "auto",
+    dataset: Annotated[str, Parameter(metavar="auto|NAME|all")] = "auto",
     json: str | None = None,
     csv: str | None = None,
     draw: str | None = None,
@@ -187,10 +186,10 @@ def export(
     checkpoint: Checkpoint,
     /,
     *,
-    out: Annotated[str, parameter("FILE.pth|FILE.onnx")],
+    out: Annotated[str, Parameter(metavar="FILE.pth|FILE.onnx")],
     dataset: str | None = None,
     image_size: Annotated[
-        tuple[PositiveInt, PositiveInt] | None, parameter("WIDTH HEIGHT")
+        tuple[PositiveInt, PositiveInt] | None, Parameter(metavar="WIDTH HEIGHT")
     ] = None,
     trust: Trust = False,
 ) -> None:
@@ -219,7 +218,7 @@ def experts(
     /,
     *,
     images: tuple[str, ...] = (),
-    out: Annotated[str | None, parameter("FILE.png")] = None,
+    out: Annotated[str | None, Parameter(metavar="FILE.png")] = None,
     images_per_dataset: PositiveInt = 8,
     batch_size: PositiveInt = 8,
     device: Device = None,
@@ -249,7 +248,7 @@ def grow(
     *,
     cfg_options: CfgOptions = (),
     out: NewCheckpoint,
-    like: Annotated[str, parameter("auto|NAME|none")] = "auto",
+    like: Annotated[str, Parameter(metavar="auto|NAME|none")] = "auto",
     images: PositiveInt = 64,
     trust: Trust = False,
 ) -> None:
@@ -346,7 +345,7 @@ def headroom(
     baselines: Annotated[
         tuple[Baseline, ...], Parameter(consume_multiple=True)
     ] = BASELINES,
-    experts: Annotated[tuple[str, ...], parameter("MOE...")] = (),
+    experts: Annotated[tuple[str, ...], Parameter(metavar="MOE...")] = (),
     seeds: Seeds = (0, 1, 2),
     work_dir: str = "work_dirs/headroom",
     jobs: Jobs = 1,

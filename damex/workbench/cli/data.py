@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from cyclopts import Parameter
+
 from damex.workbench.cli.run import (
     CfgOptions,
     Checkpoint,
@@ -14,7 +16,6 @@ from damex.workbench.cli.run import (
     Share,
     Trust,
     command,
-    parameter,
     program,
 )
 
@@ -123,7 +124,7 @@ def labels(
     /,
     *,
     cfg_options: CfgOptions = (),
-    out: Annotated[str | None, parameter("FILE.json")] = None,
+    out: Annotated[str | None, Parameter(metavar="FILE.json")] = None,
 ) -> None:
     """Print which classes of the datasets are merged, and which may mean the same.
 
@@ -145,12 +146,14 @@ def complete(
     checkpoint: Checkpoint | None = None,
     /,
     *,
-    data: Annotated[tuple[str, ...], parameter("[NAME=]FOLDER...")] = (),
+    data: Annotated[tuple[str, ...], Parameter(metavar="[NAME=]FOLDER...")] = (),
     out: str,
-    detections: Annotated[str | None, parameter("FILE.json", name="--from")] = None,
+    detections: Annotated[
+        str | None, Parameter(metavar="FILE.json", name="--from")
+    ] = None,
     classes: tuple[str, ...] = (),
     min_score: Share | None = None,
-    delete: Annotated[tuple[int, ...], parameter("ID...")] = (),
+    delete: Annotated[tuple[int, ...], Parameter(metavar="ID...")] = (),
     samples: NonNegativeInt = 24,
     batch_size: PositiveInt = 8,
     device: Device = None,

@@ -31,14 +31,6 @@ LIBRARIES = frozenset({"torch", "mmengine", "mmcv", "mmdet", "timm", "damex"})
 BUILDERS = "mmengine.registry.build_functions"
 
 
-def parameter(placeholder: str, **settings: Any) -> Parameter:
-    """Return a parameter with a placeholder for its value in the help."""
-    # cyclopts 4, the last for Python 3.10, has no placeholders.
-    if hasattr(Parameter, "metavar"):
-        settings["metavar"] = placeholder
-    return Parameter(**settings)
-
-
 NonNegativeInt = Annotated[int, Parameter(validator=Number(gte=0))]
 PositiveInt = Annotated[int, Parameter(validator=Number(gte=1))]
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
@@ -52,7 +44,9 @@ ConfigOrFolder = Annotated[
 ]
 Device = Annotated[
     str | None,
-    parameter("cpu|cuda|cuda:N", help="Where to run (default: a GPU if available)."),
+    Parameter(
+        metavar="cpu|cuda|cuda:N", help="Where to run (default: a GPU if available)."
+    ),
 ]
 Trust = Annotated[
     bool,
@@ -63,8 +57,8 @@ Trust = Annotated[
 ]
 CfgOptions = Annotated[
     tuple[str, ...],
-    parameter(
-        "KEY=VALUE...",
+    Parameter(
+        metavar="KEY=VALUE...",
         help="Settings that override those of the config; nested keys with dots, lists "
         "as key=[a,b] or key=a,b, texts as they are or in quotes: moe=vanilla "
         "train_cfg.max_epochs=1.",
