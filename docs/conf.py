@@ -1,11 +1,9 @@
-"""Sphinx settings: pages in Markdown (MyST), API and commands from their docstrings."""
+"""Sphinx settings: pages in Markdown (MyST), and the API from its docstrings."""
 
-import functools
-import operator
-import re
+import runpy
+from pathlib import Path
 
 import damex.registry  # mmdet must be importable before autodoc asks
-from damex.workbench.cli.commands import app as program
 
 project = "damex"
 author = "the damex authors"
@@ -35,31 +33,14 @@ suppress_warnings = [
 ]
 
 
-def commands() -> str:
-    """Examples, arguments and options of all commands, in Markdown."""
-    sections = []
-    name = program.name[0]
-    parts = re.split(rf"(?m)^#+ (?={re.escape(name)})", program.generate_docs())
-    for part in parts[1:]:
-        title, _, text = part.partition("\n")
-        words = title.removeprefix(name).split()
-        command = functools.reduce(operator.getitem, words, program)
-        if command.default_command is None:
-            continue  # the program and its groups
-        lines = [line.strip() for line in command.help_epilogue.splitlines()[1:]]
-        examples = "\n".join(["```bash", *lines, "```\n\n"])
-        text = re.sub(r"(?s)```console.*?```\s+", "", text)  # usage, without names
-        text = text.replace("**Parameters**", "**Options**")
-        start = text.find("**")
-        sections.append(f"## {title}\n{text[:start]}{examples}{text[start:]}")
-    return "\n".join(sections)
+reference = runpy.run_path(str(Path(__file__).parent / "reference/update.py"))
 
 
-def _insert_commands(_: object, page: str, source: list[str]) -> None:
-    if page == "reference/commands":
-        source[0] = source[0].replace("<!-- commands -->", commands())
+def _show_docstrings(_: object, page: str, source: list[str]) -> None:
+    if page == "reference/api":
+        source[0] = reference["with_docstrings"](source[0])
 
 
 def setup(sphinx: object) -> None:
-    """Insert what is generated into its page."""
-    sphinx.connect("source-read", _insert_commands)
+    """Show docstrings in place of lists of names."""
+    sphinx.connect("source-read", _show_docstrings)
