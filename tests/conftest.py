@@ -116,6 +116,24 @@ def launch_processes() -> Callable[..., None]:
 
 
 @pytest.fixture
+def run_python() -> Callable[..., subprocess.CompletedProcess]:
+    """Run python with some arguments in a process of its own, on one thread."""
+
+    def run(*arguments: Any, **kwargs: Any) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+            **kwargs,
+        )
+
+    return run
+
+
+@pytest.fixture
 def full_disk() -> Callable[[int], AbstractContextManager[None]]:
     """A context in which no file grows beyond some bytes, as on a full disk."""
 

@@ -205,12 +205,16 @@ def attention_inputs(dtype: torch.dtype) -> list[torch.Tensor]:
     return [value, shapes, starts, points, weights]
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_attention_gradients_are_those_of_the_reference(monkeypatch, device):
-    """On the CPU, and in the way of a GPU without deformops."""
-    monkeypatch.setattr(kernels, "GPU", device)
+@pytest.fixture(params=["cuda", "cpu"])
+def no_deformops(monkeypatch, request):
+    monkeypatch.setattr(kernels, "GPU", request.param)
     monkeypatch.setitem(sys.modules, "deformops", None)
     kernels.fused_problem.cache_clear()
+
+
+@pytest.mark.usefixtures("no_deformops")
+def test_attention_gradients_are_those_of_the_reference():
+    """On the CPU, and in the way of a GPU without deformops."""
     value, shapes, _, points, weights = attention_inputs(torch.float64)
     floats = [one.requires_grad_() for one in (value, points, weights)]
     args = (value, shapes, points, weights)
@@ -258,11 +262,8 @@ def test_layers_of_a_detector_use_this_attention(monkeypatch):
     )
 
 
-@pytest.mark.parametrize("device", ["cuda", "cpu"])
-def test_attention_keeps_half_precision_outside_only(monkeypatch, device):
-    monkeypatch.setattr(kernels, "GPU", device)
-    monkeypatch.setitem(sys.modules, "deformops", None)
-    kernels.fused_problem.cache_clear()
+@pytest.mark.usefixtures("no_deformops")
+def test_attention_keeps_half_precision_outside_only():
     value, shapes, _, points, weights = attention_inputs(torch.float32)
     half = value.half().requires_grad_()
     with torch.autocast("cpu", dtype=torch.bfloat16):

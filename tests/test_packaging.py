@@ -1,12 +1,15 @@
 """What the files beside the package say about it."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+from damex import __version__
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,3 +42,20 @@ def test_constraints_have_a_version_for_everything_that_make_installs(python):
     assert {"torch", "pytest", "onnx"} < needs.keys() <= pins.keys()
     versions = {name: str(pins[name]).removeprefix("==") for name in needs}
     assert [name for name, need in needs.items() if versions[name] not in need] == []
+
+
+def test_the_citation_is_of_this_version():
+    assert f"version: {__version__}" in lines_of("CITATION.cff")
+    assert any(
+        line.startswith(f"## {__version__} ") for line in lines_of("CHANGELOG.md")
+    )
+
+
+def test_a_tagged_commit_is_ready_to_be_released():
+    asked = ["git", "-C", str(ROOT), "describe", "--tags", "--exact-match"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip("this commit has no tag")
+    assert done.stdout.strip() == f"v{__version__}"
+    assert not any("example.org" in line for line in lines_of("pyproject.toml"))
+    assert f"## {__version__} (unreleased)" not in lines_of("CHANGELOG.md")

@@ -1,8 +1,5 @@
 """Small real runs: a config of two datasets for the shipped tiny detector."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -82,24 +79,11 @@ def write_config(tmp_path, two_datasets, write_config_to):
 
 
 @pytest.fixture
-def run_tool():
+def run_tool(run_python):
     """Run a script of ``tools/`` in a process of its own, on one thread."""
 
     def run(tool, *arguments, launcher=(), **kwargs):
-        return subprocess.run(
-            [
-                sys.executable,
-                *launcher,
-                str(ROOT / "tools" / tool),
-                *map(str, arguments),
-            ],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-            **kwargs,
-        )
+        return run_python(*launcher, ROOT / "tools" / tool, *arguments, **kwargs)
 
     return run
 

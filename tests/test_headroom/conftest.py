@@ -1,8 +1,5 @@
-"""A config that trains in seconds, and commands in a process of their own."""
+"""A config that trains in seconds."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,21 +31,3 @@ def config(tmp_path, two_datasets):
         "train_cfg = dict(max_epochs=1, val_interval=1)\n"
     )
     return path
-
-
-@pytest.fixture
-def run_python():
-    """Run python with some arguments in a process of its own, on one thread."""
-
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-            capture_output=True,
-            text=True,
-            timeout=600,
-            check=False,
-        )
-
-    return run
