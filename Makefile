@@ -44,7 +44,7 @@ constraints:
 
 quickstart: $(STAMP)
 	$(VENV)/bin/damex toydata --out data/toy
-	$(VENV)/bin/python tools/train.py configs/quickstart.py
+	$(VENV)/bin/python tools/train.py configs/quickstart.py --device cpu
 
 test: $(STAMP)
 	$(PYTEST) -m "not slow and not studies"

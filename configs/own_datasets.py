@@ -1,6 +1,6 @@
 # Template for training one detector on several datasets of your own. Copy this file to
-# configs/, list your datasets, and run
-#   damex train configs/<your file>.py
+# configs/my_mixture.py, list your datasets, and run
+#   damex train configs/my_mixture.py
 # The detector is suited to a few hundred images per dataset and trains on a CPU. With a
 # GPU and more images, use a full-size detector pretrained on COCO as base instead, for
 # example "damex_dino/damex-dino-4scale_r50_1xb4-12e_finetune.py".

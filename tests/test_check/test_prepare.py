@@ -47,7 +47,7 @@ def test_only_what_is_missing_is_listed_with_where_to_get_it(run, tmp_path):
     assert (status, lines[-1]) == (1, "0 of 11 datasets are ready")
     text = "\n".join(lines)
     for name, recipe in read_recipes().items():
-        assert f"{name}: {recipe.size}; licence: {recipe.licence}." in text
+        assert f"{name}: {recipe.size}; license: {recipe.licence}." in text
         assert recipe.source in text
     start = next(i for i, line in enumerate(lines) if line.startswith("kitti: "))
     assert lines[start + 2 : start + 5] == [

@@ -79,7 +79,7 @@ def _prepare(name: str, recipe: Recipe, root: Path) -> bool:
         return True
     if lacks := recipe.missing(root):
         print(
-            f"{name}: {recipe.size}; licence: {recipe.licence}.\n"
+            f"{name}: {recipe.size}; license: {recipe.licence}.\n"
             f"  From {recipe.source}; unpack it into {root}/, which lacks"
         )
         print("\n".join(f"    {path}" for path in lacks))

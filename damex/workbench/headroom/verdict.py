@@ -26,8 +26,8 @@ CAUSES = MappingProxyType(
 )
 NO_VERDICT = f"No verdict: it needs a seed of dense and of one of {', '.join(CAUSES)}."
 
-# Threshold for one seed, without an interval: the noise of a seed is 0.01 to 0.02.
-# A larger difference whose interval contains 0 is open.
+# Threshold for one seed, without an interval: deviations over seeds are 0.004 to 0.036
+# (docs/results/all-mixtures.md). A larger difference whose interval contains 0 is open.
 MIN_GAIN = 0.02
 GUESS = " (a guess from a single seed)"
 
