@@ -25,6 +25,7 @@ from mmengine.runner import Runner
 from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.pixels import read_pixels
@@ -166,9 +167,16 @@ class RunSummaryHook(Hook):
         return dict(
             summary,
             total_seconds=round(time.monotonic() - self._created, 1),
+            device=_device_of(runner.model),
             versions=versions(),
             command=shlex.join(sys.argv),
         )
+
+
+def _device_of(model: nn.Module) -> str:
+    """Name of the GPU that a model is on, or "cpu"."""
+    device = next(model.parameters()).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _best_or_last(runner: Runner) -> str | None:
