@@ -50,8 +50,10 @@ def write_model_folder(
         ConfigError: If a value is not of JSON, a weight is no tensor, or the disk is
             full.
     """
+    # A list without a mark is what others expect of classes.
+    space = dict(label_space, classes=[*label_space["classes"]])
     content = dict(
-        format=FORMAT, damex=__version__, label_space=label_space, **meta, config=config
+        format=FORMAT, damex=__version__, label_space=space, **meta, config=config
     )
     plain = {key: _encoded(value, key) for key, value in content.items()}
     for key, tensor in state.items():
@@ -106,12 +108,11 @@ def read_model_folder(folder: Path) -> dict[str, Any]:
         DataError: If a file is missing, damaged, or of another format.
     """
     content = _read_config(folder / CONFIG)
-    config = content["config"]
-    text = "".join(f"{key} = {value!r}\n" for key, value in config.items())
-    meta = {
-        key: content[key] for key in ("moe", "epoch", "iter", "seed") if key in content
-    }
-    meta |= dict(cfg=text, dataset_meta=content["label_space"])
+    config, space = content["config"], content["label_space"]
+    kept = ("moe", "epoch", "iter", "seed")
+    meta = {key: content[key] for key in kept if key in content}
+    meta["cfg"] = "".join(f"{key} = {value!r}\n" for key, value in config.items())
+    meta["dataset_meta"] = dict(space, classes=tuple(space["classes"]))
     return dict(meta=meta, state_dict=_read_weights(folder / WEIGHTS))
 
 

@@ -31,6 +31,7 @@ README, PICTURE, SUMMARY = "README.md", "detections.png", "summary.json"
 OF_META = ("moe", "epoch", "iter", "seed")
 BACKBONE = ("type", "name", "arch", "depth")  # what tells backbones apart
 NOT_GIVEN = "not given"
+SCORES = ("mean_ap", "mean_ap50", "pooled_ap", "pooled_ap50", "datasets")
 # What anybody can do with the files; run as it stands by a test.
 PLAIN = """\
 import json
@@ -119,8 +120,9 @@ class Run(NamedTuple):
     """What is known of the training of a checkpoint.
 
     Attributes:
-        summary: Content of its ``summary.json``; empty without.
-        picture: Its picture of detections.
+        summary: Content of its ``summary.json``, with the scores of these weights, or
+            without scores.
+        picture: Its picture of detections, if they are of these weights.
         problem: Why there are no scores.
     """
 
@@ -130,24 +132,39 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, stored: DetectorCheckpoint) -> Run:
-        """Read the files beside a checkpoint; those of other weights are not used."""
+        """Read the files beside a checkpoint; its own scores come first."""
         path = Path(stored.path)
         folder = path if path.is_dir() else path.parent
-        file, picture = folder / SUMMARY, folder / PICTURE
-        if not file.is_file():
-            return cls({}, problem=f"no {SUMMARY} lies beside the checkpoint")
-        try:
-            summary = json.loads(read_text(file))
-            now, then = stored.meta.get("iter"), summary.get("iterations")
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise DataError(
-                f"{file} is not the summary of a training ({error}); remove it, or "
-                "move the checkpoint to a folder of its own."
-            ) from error
+        summary = _summary_in(folder / SUMMARY)
+        picture, problem = folder / PICTURE, None
+        now, then = stored.meta.get("iter"), summary.get("iterations")
         if now is None or now != then:
             problem = f"the last evaluation of the run was of iteration {then}, and "
-            return cls({}, problem=f"{problem}these are the weights of iteration {now}")
-        return cls(summary, picture if picture.is_file() else None)
+            problem += f"these are the weights of iteration {now}"
+            summary = {key: one for key, one in summary.items() if key not in SCORES}
+        if then is None:
+            problem = f"no {SUMMARY} of a training lies beside the checkpoint"
+        known = {**summary, **stored.scores}
+        # A link of a stranger may lead to what is not theirs to publish.
+        is_shown = problem is None and picture.is_file() and not picture.is_symlink()
+        return cls(
+            known,
+            picture if is_shown else None,
+            None if stored.scores else problem,
+        )
+
+
+def _summary_in(file: Path) -> dict[str, Any]:
+    """Content of a ``summary.json``; empty if it is missing."""
+    if not file.is_file():
+        return {}
+    try:
+        return {**json.loads(read_text(file))}
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DataError(
+            f"{file} is not the summary of a training ({error}); remove it, or move "
+            "the checkpoint to a folder of its own."
+        ) from error
 
 
 def readme(
@@ -267,7 +284,7 @@ def _experts(stored: DetectorCheckpoint) -> str:
 
 def _scores(stored: DetectorCheckpoint, run: Run) -> str:
     if run.problem is not None:
-        return f"{NOT_GIVEN.capitalize()}: {run.problem}."
+        return f"{NOT_GIVEN.capitalize()}: {plain(run.problem)}."
     found = {plain(n): _row_of(run, n) for n in stored.space.dataset_names}
     for name in ("mean", "pooled"):
         keys = dict(ap=f"{name}_ap", ap50=f"{name}_ap50")
