@@ -212,7 +212,7 @@ def export(
     app,
     "damex.workbench.card",
     "damex card epoch_3.pth --out boards --license CC-BY-4.0",
-    "damex card epoch_3.pth --out boards --data-license fish='CC0' ships='not public'",
+    "damex card epoch_3.pth --out boards --data-license fish=CC0",
 )
 def card(
     checkpoint: Checkpoint,
