@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.config import Config
+from safetensors.torch import save_file
 
 import damex
 from damex.__main__ import main
@@ -321,6 +322,10 @@ IN_FOLDER = {
         lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-4]),
         "is cut off",
     ),
+    "type": (
+        lambda f: save_file({"a": torch.zeros(1).to(torch.float8_e5m2)}, f / WEIGHTS),
+        "is of type torch.float8_e5m2",
+    ),
     "no config": (lambda f: (f / CONFIG).unlink(), f"{CONFIG} is missing"),
     "program": (lambda f: (f / CONFIG).write_text(f"x = {CALL}"), "not the JSON file"),
     "depth": (lambda f: (f / CONFIG).write_text("[" * 10**6), "not the JSON file"),
@@ -415,7 +420,7 @@ def test_a_folder_is_written_as_a_checkpoint_is(bait, trained, kind, capsys):
     else:
         assert status == 2
         assert "could run code" in capsys.readouterr().err
-        assert not list(Path().glob("new*"))
+        assert not [*Path().glob("new*"), *Path().glob(".new*")]
 
 
 # Values that mmengine's writer, or its reader, takes for more than they are.

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,6 +22,11 @@ from damex.files import atomic_write, read_text, write_json
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 FORMAT = 1
 TUPLE = "tuple"  # {"tuple": [1, 2]} is (1, 2), which JSON lacks and mmcv asks for
+# With fewer bits, torch cannot tell whether a number is finite.
+TYPES = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 AGAIN = "fetch the folder again from whoever made it, or use their checkpoint"
 
 
@@ -119,13 +125,21 @@ def read_model_folder(folder: Path) -> dict[str, Any]:
 def _read_weights(path: Path) -> dict[str, Tensor]:
     _check_file(path)
     try:
-        return load_file(path)
-    except (SafetensorError, OSError) as error:
+        state = load_file(path)
+    # An older torch lacks some of the types: AttributeError.
+    except (SafetensorError, OSError, AttributeError) as error:
         reason = str(error).splitlines()[0]
         raise DataError(
             f"{path} is not a safetensors file, or is cut off ({reason:.200}). It was "
             f"not loaded: {AGAIN}."
         ) from error
+    for key, tensor in state.items():
+        if tensor.dtype not in TYPES:
+            raise DataError(
+                f"{path}: {key!r:.80} is of type {tensor.dtype}, as no weight of damex "
+                f"is; {AGAIN}."
+            )
+    return state
 
 
 def _read_config(path: Path) -> dict[str, Any]:

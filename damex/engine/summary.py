@@ -175,7 +175,7 @@ class RunSummaryHook(Hook):
 
 def _device_of(model: nn.Module) -> str:
     """Name of the GPU that a model is on, or "cpu"."""
-    device = next(model.parameters()).device
+    device = next(model.parameters(), torch.empty(0)).device
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
