@@ -21,6 +21,7 @@ from damex.files import atomic_write, read_text, write_json
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 FORMAT = 1
+META = ("moe", "epoch", "iter", "seed")  # of a checkpoint, besides config and classes
 TUPLE = "tuple"  # {"tuple": [1, 2]} is (1, 2), which JSON lacks and mmcv asks for
 # With fewer bits, torch cannot tell whether a number is finite.
 TYPES = (
@@ -50,7 +51,7 @@ def write_model_folder(
         state: Weights by name. Each is written whole, also if two share their memory.
         config: The whole resolved config as plain values.
         label_space: Classes and datasets, as of ``LabelSpace.to_metainfo``.
-        meta: Further metadata of the checkpoint, such as ``moe`` and ``epoch``.
+        meta: Further metadata of the checkpoint, those of `META`.
 
     Raises:
         ConfigError: If a value is not of JSON, a weight is no tensor, or the disk is
@@ -99,7 +100,7 @@ def _encoded(value: Any, place: str) -> Any:
 def _refuse(what: str) -> None:
     raise ConfigError(
         f"{what} is of no type of JSON, so that {CONFIG} cannot hold it; use numbers, "
-        f"texts, true, false, null, lists, tuples, and dicts with keys that are texts "
+        "texts, true, false, null, lists, tuples, and dicts with keys that are texts "
         f"other than {TUPLE!r}, and train again, or share the checkpoint."
     )
 
@@ -115,8 +116,7 @@ def read_model_folder(folder: Path) -> dict[str, Any]:
     """
     content = _read_config(folder / CONFIG)
     config, space = content["config"], content["label_space"]
-    kept = ("moe", "epoch", "iter", "seed")
-    meta = {key: content[key] for key in kept if key in content}
+    meta = {key: content[key] for key in META if key in content}
     meta["cfg"] = "".join(f"{key} = {value!r}\n" for key, value in config.items())
     meta["dataset_meta"] = dict(space, classes=tuple(space["classes"]))
     return dict(meta=meta, state_dict=_read_weights(folder / WEIGHTS))

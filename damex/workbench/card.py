@@ -18,7 +18,7 @@ from damex import __version__
 from damex.datasets.coco_records import read_coco
 from damex.datasets.spec import parse_mixture
 from damex.engine.console import describe_experts, filter_console
-from damex.engine.model_folder import write_model_folder
+from damex.engine.model_folder import CONFIG, META, write_model_folder
 from damex.engine.rows import has_groups
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, printable
@@ -28,7 +28,6 @@ from damex.models.insertion import moe_blocks
 from damex.workbench.growth.prune import kept_config, kept_notes
 
 README, PICTURE, SUMMARY = "README.md", "detections.png", "summary.json"
-OF_META = ("moe", "epoch", "iter", "seed")
 BACKBONE = ("type", "name", "arch", "depth")  # what tells backbones apart
 NOT_GIVEN = "not given"
 SCORES = ("mean_ap", "mean_ap50", "pooled_ap", "pooled_ap50", "datasets")
@@ -95,7 +94,7 @@ def write_card(
         stored.dataset_id(name)
     config = kept_config(stored, stored.space)
     run = Run.of(stored)
-    meta = {key: stored.meta[key] for key in OF_META if key in stored.meta}
+    meta = {key: stored.meta[key] for key in META if key in stored.meta}
     space = stored.space.to_metainfo()
     with atomic_folder(out) as draft:
         write_model_folder(
@@ -107,17 +106,18 @@ def write_card(
             draft / README,
             readme(stored, run, out.resolve().name, license_text, licenses),
         )
+    shown = f", and {PICTURE} shows images of the data" if run.picture else ""
     return [
         *(f"note: {note}" for note in kept_notes(stored)),
         *([f"note: the card has no AP: {run.problem}"] if run.problem else []),
-        "Before you publish it, read README.md and config.json: they name the folders "
-        "of the data and the command of the training.",
+        f"before you publish it: {README} and {CONFIG} name the folders of the data "
+        f"and the command of the training{shown}",
         f"try it: {shlex.join(['damex', 'predict', str(out), 'IMAGE'])}",
     ]
 
 
 class Run(NamedTuple):
-    """What is known of the training of a checkpoint.
+    """What is known of the training of a checkpoint, from the files beside it.
 
     Attributes:
         summary: Content of its ``summary.json``, with the scores of these weights, or
@@ -132,23 +132,26 @@ class Run(NamedTuple):
 
     @classmethod
     def of(cls, stored: DetectorCheckpoint) -> Run:
-        """Read the files beside a checkpoint; its own scores come first."""
-        path = Path(stored.path)
+        """Read the files; scores that the checkpoint itself has come first."""
+        path = Path(stored.path).expanduser()
         folder = path if path.is_dir() else path.parent
-        summary = _summary_in(folder / SUMMARY)
-        picture, problem = folder / PICTURE, None
+        summary, picture = _summary_in(folder / SUMMARY), folder / PICTURE
         now, then = stored.meta.get("iter"), summary.get("iterations")
-        if now is None or now != then:
+        problem = None
+        if then is None:
+            summary = {}
+            problem = f"no {SUMMARY} of a training lies beside the checkpoint"
+        elif now is None:  # written by damex prune or grow
+            summary = {}
+            problem = "the checkpoint was not written by a training"
+        elif now != then:
+            summary = {key: one for key, one in summary.items() if key not in SCORES}
             problem = f"the last evaluation of the run was of iteration {then}, and "
             problem += f"these are the weights of iteration {now}"
-            summary = {key: one for key, one in summary.items() if key not in SCORES}
-        if then is None:
-            problem = f"no {SUMMARY} of a training lies beside the checkpoint"
-        known = {**summary, **stored.scores}
         # A link of a stranger may lead to what is not theirs to publish.
         is_shown = problem is None and picture.is_file() and not picture.is_symlink()
         return cls(
-            known,
+            {**summary, **stored.scores},
             picture if is_shown else None,
             None if stored.scores else problem,
         )
@@ -319,7 +322,6 @@ def _training(stored: DetectorCheckpoint, run: Run) -> str:
             "seed": meta.get("seed"),
             "epochs": meta.get("epoch"),
             "iterations": meta.get("iter"),
-            "seconds": summary.get("train_seconds"),
             "device": summary.get("device"),
             "versions": ", ".join(f"{one} {number}" for one, number in known) or None,
         }

@@ -198,6 +198,10 @@ def test_scores_are_those_of_the_run_at_this_iteration(save, tmp_path):
     assert "- versions: torch 2.9" in text
     assert "detections.png" not in text
     assert not (tmp_path / "without/detections.png").exists()
+    edited(checkpoint, iter=None)  # as prune and grow leave it
+    text = readme_of(checkpoint, tmp_path / "pruned")
+    assert "Not given: the checkpoint was not written by a training." in text
+    assert "- versions: not given" in text
     summary.write_text("[")
     with pytest.raises(DataError, match=r"summary\.json is not the summary"):
         damex.load(checkpoint, device="cpu").card(tmp_path / "broken")
