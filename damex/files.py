@@ -6,6 +6,7 @@ import codecs
 import io
 import json
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -109,6 +110,31 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     finally:
         if part != target:
             part.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Write a folder whole or not at all; one that holds nothing may exist.
+
+    Yields a folder beside it, which takes its name at the end of the block and is
+    removed if the block raises.
+
+    Raises:
+        ConfigError: If the folder cannot be written.
+    """
+    target = path.resolve()
+    draft = target.with_name(f".{target.name}-{uuid.uuid4().hex[:8]}")
+    make_folder(draft)
+    try:
+        yield draft
+        draft.rename(target)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} was not written ({error.strerror or error}); free space, or name "
+            "another place."
+        ) from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
 
 
 def _sync(path: Path) -> None:

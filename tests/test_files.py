@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from damex.errors import ConfigError, DataError
-from damex.files import atomic_write, decode, write_text
+from damex.files import atomic_folder, atomic_write, decode, write_text
 
 # Opening this file succeeds, and each write to it fails as on a full disk.
 FULL = Path("/dev/full")
@@ -58,6 +58,33 @@ def test_a_file_appears_whole_in_a_new_folder(tmp_path):
     assert path.read_text() == "half"
     assert [*path.parent.iterdir()] == [path]
     assert path.stat().st_mode & 0o077 == 0o666 & ~_umask() & 0o077
+
+
+def fill(folder, name, error=None):
+    with atomic_folder(Path(folder)) as draft:
+        (draft / name).write_text("1")
+        assert not Path(folder, name).exists()
+        if error is not None:
+            raise error
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyboardInterrupt()])
+def test_a_folder_that_fails_leaves_nothing(tmp_path, error):
+    kind = ConfigError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(kind):
+        fill(tmp_path / "new", "half", error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_appears_whole_and_replaces_no_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    fill("made/deep", "one")
+    fill("empty", "one")
+    with pytest.raises(ConfigError, match="empty was not written"):
+        fill("empty", "two")
+    files = sorted(str(file) for file in Path().rglob("*"))
+    assert files == ["empty", "empty/one", "made", "made/deep", "made/deep/one"]
 
 
 def _umask():

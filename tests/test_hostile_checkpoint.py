@@ -7,8 +7,10 @@ import of a module that lies on the path.
 import copy
 import inspect
 import itertools
+import json
 import os
 import re
+import struct
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -17,10 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 from mmengine.config import Config
+from safetensors.torch import save_file
 
 import damex
 from damex.__main__ import main
 from damex.engine.config import build_runner
+from damex.engine.model_folder import CONFIG, WEIGHTS, write_model_folder
 from damex.inference.trust import read_literals
 from damex.workbench.cli.commands import app
 from damex.workbench.growth.prune import NOT_KEPT
@@ -158,11 +162,19 @@ def bait(trained, tmp_path, monkeypatch):
     torch.save(Payload(), "payload.bin")
     monkeypatch.syspath_prepend(tmp_path)
 
-    def make(*changes, text="", state=None, name="config"):
+    def make(*changes, text="", state=None, name="config", form="file"):
         content = torch.load(trained.with_name(f"{name}.pth"), weights_only=False)
         config = read_literals(content["meta"]["cfg"], where="")
         for place, value in changes:
             put(config, place, copy.deepcopy(value))
+        if form == "folder":
+            path = Path("stranger")
+            path.mkdir()
+            space = content["meta"]["dataset_meta"]
+            write_model_folder(
+                path, content["state_dict"], config=config, label_space=space
+            )
+            return str(path)
         lines = [f"{key} = {value!r}\n" for key, value in config.items()]
         content["meta"].update(cfg="".join(lines) + text, config=f"x = {CALL}")
         if isinstance(state, float):
@@ -201,6 +213,8 @@ WRITING = {
     "prune": ["prune PTH --drop park --out new.pth"],
     "merge": ["merge PTH --datasets street park --out new.pth"],
 }
+# Written down as data, which nothing executes.
+SHARING = {"card": ["card PTH --out new"]}
 CONFIGURED = {
     "train": [
         f"train DATA/config.py {SHORT} max_epochs=1 load_from=PTH",
@@ -228,7 +242,7 @@ def test_every_command_that_reads_a_checkpoint_is_in_a_table():
         taken = inspect.signature(one.default_command or app).parameters
         if taken.keys() & {"checkpoint", "resume"}:
             reading.add(name)
-    assert reading == {*READING, *WRITING, *CONFIGURED}
+    assert reading == {*READING, *WRITING, *SHARING, *CONFIGURED}
 
 
 def broken_files(bait):
@@ -242,7 +256,7 @@ def broken_files(bait):
         yield "text.pth", "is not a checkpoint of torch, or is cut off"
 
 
-@pytest.mark.parametrize("line", lines_of(READING, WRITING, CONFIGURED))
+@pytest.mark.parametrize("line", lines_of(READING, WRITING, SHARING, CONFIGURED))
 def test_every_command_refuses_a_broken_checkpoint_in_a_line(
     bait, trained, line, capsys
 ):
@@ -261,15 +275,101 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_detector_is_built_that_could_run_code(bait, trained, kind, capsys):
+@pytest.mark.parametrize(
+    ("kind", "form"),
+    [*((kind, "file") for kind in KINDS), *((kind, "folder") for kind in IN_DETECTOR)],
+)
+def test_no_detector_is_built_that_could_run_code(bait, trained, kind, form, capsys):
     changes = [KINDS[kind]["change"]] if "change" in KINDS[kind] else []
-    path = bait(*changes, text=KINDS[kind].get("text", ""))
-    for line in lines_of(READING, WRITING):
+    path = bait(*changes, text=KINDS[kind].get("text", ""), form=form)
+    for line in lines_of(READING, WRITING, SHARING):
         capsys.readouterr()
         assert run(line, trained, path) == 2, line
         assert "could run code" in capsys.readouterr().err
         assert not list(Path().glob("new*"))
+
+
+def edited(change):
+    """An attack on the config of a folder: ``change(content)``."""
+
+    def edit(folder):
+        content = json.loads((folder / CONFIG).read_text())
+        change(content)
+        (folder / CONFIG).write_text(json.dumps(content))
+
+    return edit
+
+
+def link(target):
+    def replace(folder):
+        (folder / WEIGHTS).unlink()
+        (folder / WEIGHTS).symlink_to(target)
+
+    return replace
+
+
+# What is done to the files of a folder, and what is said of it.
+IN_FOLDER = {
+    "pickle": (lambda f: torch.save(Payload(), f / WEIGHTS), "not a safetensors file"),
+    "link to a pickle": (link("../payload.bin"), "not a safetensors file"),
+    "endless link": (link("/dev/zero"), f"{WEIGHTS} is no file"),
+    "broken link": (link("nowhere"), f"{WEIGHTS} is missing"),
+    "huge header": (
+        lambda f: (f / WEIGHTS).write_bytes(struct.pack("<Q", 2**62) + b"{}"),
+        "not a safetensors file",
+    ),
+    "cut off": (
+        lambda f: (f / WEIGHTS).write_bytes((f / WEIGHTS).read_bytes()[:-4]),
+        "is cut off",
+    ),
+    "type": (
+        lambda f: save_file({"a": torch.zeros(1).to(torch.float8_e5m2)}, f / WEIGHTS),
+        "is of type torch.float8_e5m2",
+    ),
+    "no config": (lambda f: (f / CONFIG).unlink(), f"{CONFIG} is missing"),
+    "program": (lambda f: (f / CONFIG).write_text(f"x = {CALL}"), "not the JSON file"),
+    "depth": (lambda f: (f / CONFIG).write_text("[" * 10**6), "not the JSON file"),
+    "constant": (lambda f: (f / CONFIG).write_text("[NaN]"), "NaN is not JSON"),
+    "other format": (edited(lambda c: c.update(format=2)), "its format is 2"),
+    "statement": (
+        edited(lambda c: c["config"].update({f"x = {CALL}\ny": 1})),
+        "no dict of settings",
+    ),
+    "labels": (
+        edited(lambda c: c["label_space"].update(datasets=[dict(name=1)])),
+        "no classes and datasets",
+    ),
+    "experts": (edited(lambda c: c.update(moe="x")), "'moe' is no dict"),
+}
+
+
+@pytest.mark.parametrize("kind", IN_FOLDER)
+def test_a_folder_is_refused_in_a_line_that_names_the_file(bait, trained, kind, capsys):
+    path = bait(form="folder")
+    (Path(path) / "README.md").write_text(f"<script>{CALL}</script>")
+    attack, words = IN_FOLDER[kind]
+    attack(Path(path))
+    lines = (*READING["predict"], *WRITING["prune"], *CONFIGURED["test"])
+    for line in (*lines, *SHARING["card"]):
+        capsys.readouterr()
+        assert run(line, trained, path) == 2
+        (said,) = capsys.readouterr().err.strip().splitlines()[-1:]
+        assert said.startswith(f"error: {path}/")
+        assert words in said
+        assert "fetch the folder again" in said
+        assert not list(Path().glob("new*"))
+
+
+def test_a_folder_takes_the_place_of_its_checkpoint(bait, trained):
+    """Nor is the rest of its config used."""
+    runs_it = {"dataset", "unpickled"}
+    path = bait(
+        *(change for name, change in AROUND.items() if name not in runs_it),
+        form="folder",
+    )
+    lines = [*READING["predict"], READING["experts"][0], READING["data complete"][1]]
+    for line in (*lines, CONFIGURED["train"][0], *CONFIGURED["test"]):
+        assert run(line, trained, path) == 0, line
 
 
 @pytest.mark.parametrize("line", lines_of(READING))
@@ -309,6 +409,20 @@ def test_what_is_written_down_could_not_run_code(bait, trained, kind, line, caps
         assert not list(Path().glob("new*"))
 
 
+@pytest.mark.parametrize("kind", AROUND)
+def test_a_folder_is_written_as_a_checkpoint_is(bait, trained, kind, capsys):
+    status = run(SHARING["card"][0], trained, bait(AROUND[kind]))
+    (place, _), left = AROUND[kind], Path("new", CONFIG)
+    if place[0] in (*NOT_KEPT, "custom_imports", "_base_"):
+        assert status == 0
+        config = json.loads(left.read_text())["config"]
+        assert MODULE not in str(config.get(place[0]))
+    else:
+        assert status == 2
+        assert "could run code" in capsys.readouterr().err
+        assert not [*Path().glob("new*"), *Path().glob(".new*")]
+
+
 # Values that mmengine's writer, or its reader, takes for more than they are.
 MISREAD = {
     "key": (("model", "test_cfg", f"a': {CALL}, 'b"), 1),
@@ -339,7 +453,7 @@ def test_files_left_behind_can_be_trained_and_tested(bait, trained, line):
     assert run(f"train new.py {SHORT} max_epochs=1", trained, "") == 0
 
 
-@pytest.mark.parametrize("line", lines_of(READING, WRITING))
+@pytest.mark.parametrize("line", lines_of(READING, WRITING, SHARING))
 def test_no_initial_weights_are_fetched_or_read(bait, trained, line, server, capsys):
     host, asked = server
     address = dict(type="Pretrained", checkpoint=f"http://{host}/latest/meta-data")
@@ -349,17 +463,17 @@ def test_no_initial_weights_are_fetched_or_read(bait, trained, line, server, cap
     values = [address, [override, file], file]
     assert run(line, trained, bait(*zip(places, values, strict=True))) == 0
     assert asked == []
-    for left in Path().glob("new*.p*"):
+    for left in (*Path().glob("new*.p*"), *Path().glob(f"new/{CONFIG}")):
         content = left.read_bytes()
         assert host.encode() not in content
         assert b"payload.bin" not in content
-    if line in lines_of(WRITING):
+    if line in lines_of(WRITING, SHARING):
         said = capsys.readouterr().out
         (note,) = re.findall(r"note: (.*) named initial weights", said)
         assert {*note.split(", ")} == {".".join(place) for place in places}
 
 
-@pytest.mark.parametrize("line", lines_of(WRITING))
+@pytest.mark.parametrize("line", lines_of(WRITING, SHARING))
 def test_no_data_is_fetched(bait, trained, line, server):
     host, asked = server
     value = f"http://{host}/val.json"
@@ -368,7 +482,7 @@ def test_no_data_is_fetched(bait, trained, line, server):
     assert asked == []
 
 
-@pytest.mark.parametrize("line", lines_of(READING, WRITING))
+@pytest.mark.parametrize("line", lines_of(READING, WRITING, SHARING))
 @pytest.mark.parametrize("at", ["classes", "name", "key"])
 def test_no_name_is_printed_that_controls_a_terminal(bait, trained, line, at, capsys):
     evil = "\x1b]0;owned\x07"

@@ -25,6 +25,7 @@ from mmengine.runner import CheckpointLoader
 from torch import nn
 
 from damex.datasets.label_space import LabelSpace
+from damex.engine.model_folder import is_model_folder, read_model_folder
 from damex.errors import ConfigError, DataError
 from damex.models.build import moe_difference
 from damex.models.detectors import RoutedDetector
@@ -59,8 +60,10 @@ def load_checkpoints_as_data() -> None:
 
 
 def load_from_local(path: str, map_location: Any = None) -> Any:
-    """Load a local file; DataError if it is missing or truncated."""
+    """Load a local file, or a folder of damex card; DataError if it is damaged."""
     file = Path(path).expanduser()
+    if is_model_folder(file):
+        return read_model_folder(file)
     if not file.is_file():
         names = sorted(one.name for one in file.glob("*.pth"))[-3:]
         known = f"in it: {', '.join(names)}" if names else "of a work directory"

@@ -18,6 +18,7 @@ from mmengine.hooks import Hook
 from mmengine.logging import MMLogger
 from mmengine.runner import BaseLoop, IterBasedTrainLoop, Runner
 from rich.console import Console
+from torch import nn
 
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
@@ -128,24 +129,29 @@ class ProgressHook(Hook):
         self._bar.stop()
 
 
-def describe_run(runner: Runner) -> str:
-    """Describe the model, its experts, the data and the log file in a few lines."""
-    model = bare_model(runner)
-    millions = sum(p.numel() for p in model.parameters()) / 1e6
-    blocks = moe_blocks(model)
-    experts = "dense"
-    if blocks:
-        names = ", ".join(block.name for block in blocks)
-        moe = blocks[0].moe
-        experts = f"{moe.num_experts} experts in {names}"
-        if moe.shards is not None:
-            each = moe.num_experts // moe.shards.size
-            experts += f", {each} on each process (only these are counted)"
+def describe_experts(model: nn.Module) -> str:
+    """Number and layers of a detector's experts in a phrase, or "dense"."""
     gating = getattr(model, "channel_gating", None)
     if gating is not None:
         heads = gating.path.heads.values()
         channels = sum(head.num_channels for head in heads)
-        experts = f"gates on {channels:,} channels of {len(heads)} layers"
+        return f"gates on {channels:,} channels of {len(heads)} layers"
+    blocks = moe_blocks(model)
+    if not blocks:
+        return "dense"
+    moe = blocks[0].moe
+    experts = f"{moe.num_experts} experts in {', '.join(b.name for b in blocks)}"
+    if moe.shards is not None:
+        each = moe.num_experts // moe.shards.size
+        experts += f", {each} on each process (only these are counted)"
+    return experts
+
+
+def describe_run(runner: Runner) -> str:
+    """Describe the model, its experts, the data and the log file in a few lines."""
+    model = bare_model(runner)
+    millions = sum(p.numel() for p in model.parameters()) / 1e6
+    experts = describe_experts(model)
     lines = [f"{type(model).__name__}: {millions:.2f} M parameters, {experts}"]
     # Accessing the other loop's dataloader would load its data.
     training = isinstance(runner._train_loop, BaseLoop)

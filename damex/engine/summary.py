@@ -25,11 +25,12 @@ from mmengine.runner import Runner
 from mmengine.structures import InstanceData
 from rich.console import Console
 from rich.table import Table
+from torch import nn
 
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.pixels import read_pixels
 from damex.engine.hooks import routing_warnings
-from damex.engine.resumption import latest_checkpoint
+from damex.engine.resumption import EVALUATED, latest_checkpoint
 from damex.errors import DataError, printable
 from damex.files import atomic_write, write_json
 from damex.models.insertion import moe_blocks
@@ -166,9 +167,16 @@ class RunSummaryHook(Hook):
         return dict(
             summary,
             total_seconds=round(time.monotonic() - self._created, 1),
+            device=_device_of(runner.model),
             versions=versions(),
             command=shlex.join(sys.argv),
         )
+
+
+def _device_of(model: nn.Module) -> str:
+    """Name of the GPU that a model is on, or "cpu"."""
+    device = next(model.parameters(), torch.empty(0)).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _best_or_last(runner: Runner) -> str | None:
@@ -225,6 +233,27 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
     if shares:
         summary |= {key: shares, "max_load": mean.get("max_load")}
     return summary
+
+
+def scores_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Scores of a checkpoint's own weights, as by `summarise`; empty if it has none.
+
+    A training adds them to its best checkpoint; others are written before they are
+    evaluated.
+    """
+    try:
+        hub = checkpoint["message_hub"]
+        if hub["runtime_info"][EVALUATED] != checkpoint["meta"]["iter"]:
+            return {}
+        found = {
+            key.removeprefix("val/"): float(history.current())
+            for key, history in hub["log_scalars"].items()
+            if key.startswith(f"val/{PREFIX}")
+        }
+        return summarise(scores_of(found)) if found else {}
+    # What a stranger writes into a history may be anything.
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return {}
 
 
 def class_scores(scores: Mapping[str, float], space: LabelSpace) -> dict[str, Any]:

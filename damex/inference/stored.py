@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
-from damex.engine.summary import class_scores, scores_of, summarise
+from damex.engine.summary import class_scores, scores_in, scores_of, summarise
 from damex.errors import ConfigError, DataError, did_you_mean, printable
 from damex.evaluation import MAX_DETS, MixtureMetric
 from damex.files import atomic_write, write_text
@@ -48,6 +48,7 @@ class DetectorCheckpoint:
         meta: Metadata of the checkpoint, such as ``epoch``.
         trust: Whether the user trusts the checkpoint: everything in it may be built.
         forgotten: Places in the config of initial weights that were left out.
+        scores: Of its own weights, as in ``summary.json``; empty if it holds none.
     """
 
     path: str
@@ -59,6 +60,7 @@ class DetectorCheckpoint:
     meta: Mapping[str, Any]
     trust: bool = False
     forgotten: tuple[str, ...] = ()
+    scores: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str, *, trust: bool = False) -> DetectorCheckpoint:
@@ -99,7 +101,8 @@ class DetectorCheckpoint:
         check_finite(state, path=path)
         space = LabelSpace.from_metainfo(meta["dataset_meta"])
         _check_names(_names_of(space), path)
-        return cls(path, config, model, pipeline, space, state, meta, trust, forgotten)
+        known = trust, forgotten, scores_in(checkpoint)
+        return cls(path, config, model, pipeline, space, state, meta, *known)
 
     def checked(self, key: str) -> Any:
         """A copy of a part of the config, which can be built.

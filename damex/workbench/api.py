@@ -263,7 +263,7 @@ class Detector:
     an allow-list of damex is built from their config.
 
     Args:
-        checkpoint: A .pth file of a training with damex.
+        checkpoint: A .pth file of a training with damex, or a folder of its `card`.
         device: ``cpu`` or ``cuda:0``; by default a GPU if available.
         trust: Allow all classes and arguments in the config of the checkpoint, such as
             classes of your own, and import its ``custom_imports``.
@@ -432,3 +432,35 @@ class Detector:
         with _quiet():
             write_export(*files, dataset=dataset, image_size=image_size, trust=trust)
         return Path(path)
+
+    def card(
+        self,
+        out: str | os.PathLike,
+        *,
+        license_text: str | None = None,
+        data_licenses: Mapping[str, str] | None = None,
+    ) -> Path:
+        """Write a folder for others: safetensors, JSON, and a model card to read.
+
+        `damex.load` and all commands take the folder in the place of a checkpoint.
+
+        Args:
+            out: The new folder.
+            license_text: License of the weights, for the card.
+            data_licenses: License of each dataset, for the card.
+
+        Raises:
+            ConfigError: If the folder holds something, a dataset is unknown, or the
+                config has values that are not of JSON.
+            DataError: If the config has more than damex accepts without ``trust``.
+        """
+        from damex.inference.stored import DetectorCheckpoint
+        from damex.workbench.card import write_card
+
+        texts: dict[str, Any] = dict(
+            license_text=license_text, data_licenses=data_licenses
+        )
+        with _quiet():
+            stored = DetectorCheckpoint.read(str(self.checkpoint), trust=self._trust)
+            write_card(stored, Path(out), **texts)
+        return Path(out)

@@ -125,7 +125,7 @@ def test(
     """Evaluate a checkpoint per dataset.
 
     Args:
-        checkpoint: The .pth file to evaluate.
+        checkpoint: The .pth file, or the folder of a card, to evaluate.
         work_dir: Folder for logs and scores.
         launcher: How the processes were started; 'pytorch' for torchrun.
         classwise: Add the AP of each class, and how many images of each dataset went to
@@ -204,6 +204,34 @@ def export(
             all datasets and experts; .onnx only).
         image_size: Size in pixels to which FILE.onnx resizes images (default: that of
             the test pipeline in the config).
+    """
+
+
+@command(
+    app,
+    "damex.workbench.card",
+    "damex card epoch_3.pth --out boards --license CC-BY-4.0",
+    "damex card epoch_3.pth --out boards --data-license fish=CC0",
+)
+def card(
+    checkpoint: Checkpoint,
+    /,
+    *,
+    out: Annotated[str, parameter("FOLDER")],
+    license_text: Annotated[str | None, parameter("TEXT", name="--license")] = None,
+    data_licenses: Annotated[
+        tuple[str, ...], parameter("NAME=TEXT...", name="--data-license")
+    ] = (),
+    trust: Trust = False,
+) -> None:
+    """Write a model as a folder for others: safetensors, JSON and a model card.
+
+    The folder takes the place of a checkpoint in all commands. Nothing in it is code.
+
+    Args:
+        out: The new folder.
+        license_text: License of the weights, for the card.
+        data_licenses: License of each dataset, for the card.
     """
 
 

@@ -238,11 +238,14 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def check_outputs(targets: Sequence[Path], inputs: Sequence[Path]) -> None:
-    """Create output folders; ConfigError if an input or output would be replaced."""
+    """Create output folders; ConfigError if an input or output would be replaced.
+
+    A checkpoint among the inputs may be a folder.
+    """
     taken = {path.resolve() for path in inputs}
     for target in targets:
         check_file(target)
-        if target.resolve() in taken:
+        if {target.resolve(), target.resolve().parent} & taken:
             raise ConfigError(
                 f"{target} would be replaced, which is an input or another output; "
                 "name another file."

@@ -34,7 +34,9 @@ BUILDERS = "mmengine.registry.build_functions"
 NonNegativeInt = Annotated[int, Parameter(validator=Number(gte=0))]
 PositiveInt = Annotated[int, Parameter(validator=Number(gte=1))]
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
-Checkpoint = Annotated[str, Parameter(help="A .pth file of a training with damex.")]
+Checkpoint = Annotated[
+    str, Parameter(help="A .pth file of a training with damex, or a folder of a card.")
+]
 ConfigName = Annotated[
     str, Parameter(help="A file, or the name of a config that comes with damex.")
 ]

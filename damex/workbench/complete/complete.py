@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from uuid import uuid4
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from torchvision.ops import box_iou
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, did_you_mean, printable
-from damex.files import make_folder, write_json
+from damex.files import atomic_folder, write_json
 from damex.inference.predictor import Predictor
 from damex.progress import Bar
 from damex.workbench.complete.datasets import (
@@ -131,9 +129,7 @@ def write_completed(
     missing = _missing(teacher, datasets, chosen)
     wanted = [*dict.fromkeys(name for row in missing.values() for name in row)]
     references = [*datasets, *_readable(teacher, datasets, chosen)]
-    draft = out.with_name(f".{out.name}-{uuid4().hex[:8]}")
-    make_folder(draft)
-    try:
+    with atomic_folder(out) as draft:
         with Bar() as bar:
             found = find_thresholds(teacher, references, wanted, min_score, bar)
             _check(found, wanted)
@@ -148,9 +144,6 @@ def write_completed(
                 )
             write_page(draft, out, datasets, labels, found, samples, bar)
         write_json(draft / "report.json", about, indent=1)
-        draft.rename(out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     lines = [*_unknown(teacher, datasets), *report(out, missing, labels, found)]
     return "\n".join(lines)
 

@@ -163,18 +163,18 @@ def _limited(stored: DetectorCheckpoint, space: LabelSpace) -> Pruned:
             "has no DatasetRoutingLoss and no teacher_forcing), so that none can be "
             "dropped with one."
         )
-    config = _kept(stored, space)
+    config = kept_config(stored, space)
     model = config["model"]
     clamp_max_per_img(model, old, space.num_classes)
     if blocks:
         _count_experts(model["moe"], blocks[0].moe, stored.space, space)
     detector = build_initialized(model)
     state = remapped_state(stored, detector, space)
-    notes = (*mixing_notes(detector), *_notes(stored))
+    notes = (*mixing_notes(detector), *kept_notes(stored))
     return Pruned(PlainConfig(config), space, state, detector.resolved_moe(), notes)
 
 
-def _kept(stored: DetectorCheckpoint, space: LabelSpace) -> dict[str, Any]:
+def kept_config(stored: DetectorCheckpoint, space: LabelSpace) -> dict[str, Any]:
     """The config to write: what is in the allow-list, or all of it with ``trust``."""
     config = config_without(stored.config, space)
     if not stored.trust:
@@ -192,7 +192,7 @@ def _imports(stored: DetectorCheckpoint) -> list[str]:
     return [str(name) for name in names if name != "damex.registry"]
 
 
-def _notes(stored: DetectorCheckpoint) -> Iterator[str]:
+def kept_notes(stored: DetectorCheckpoint) -> Iterator[str]:
     """Warn about what the written config leaves out."""
     if not stored.trust and (left := _imports(stored)):
         yield (
