@@ -217,10 +217,12 @@ def card(
     checkpoint: Checkpoint,
     /,
     *,
-    out: Annotated[str, parameter("FOLDER")],
-    license_text: Annotated[str | None, parameter("TEXT", name="--license")] = None,
+    out: Annotated[str, Parameter(metavar="FOLDER")],
+    license_text: Annotated[
+        str | None, Parameter(metavar="TEXT", name="--license")
+    ] = None,
     data_licenses: Annotated[
-        tuple[str, ...], parameter("NAME=TEXT...", name="--data-license")
+        tuple[str, ...], Parameter(metavar="NAME=TEXT...", name="--data-license")
     ] = (),
     trust: Trust = False,
 ) -> None:
