@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 # They put the layers together: registered classes, the command, the lazy API.
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 18_500), "workbench": (57, 12_700), "tests": (149, 32_200)}
+LIMITS = {"core": (77, 18_500), "workbench": (57, 12_700), "tests": (149, 32_300)}
 
 
 def layer_of(module):
