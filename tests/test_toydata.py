@@ -221,14 +221,16 @@ def test_a_second_call_leaves_every_file_alone(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--out", "."], "has other content (notes.txt)"),
+        (["--out", "."], "has other content (link, notes.txt)"),
         (["--out", "notes.txt"], "is a file"),
+        (["--out", "link"], "is a link to nothing"),
         (["--out", "new", "--seed", "-1"], "got -1"),
     ],
 )
 def test_the_command_refuses(tmp_path, monkeypatch, capsys, words, message):
     (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "link").symlink_to("gone")
     monkeypatch.chdir(tmp_path)
     assert main(["toydata", *words]) == 2
     assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "link"}

@@ -59,8 +59,9 @@ def generate_toy_mixture(
     if seed < 0:
         raise ConfigError(f"toy mixture: seed must be 0 or more, got {seed}")
     out = Path(out)
-    if out.exists() and not out.is_dir():
-        raise DataError(f"toy mixture: out={str(out)!r} is a file; name a folder")
+    if (out.exists() or out.is_symlink()) and not out.is_dir():
+        what = "is a file" if out.exists() else "is a link to nothing"
+        raise DataError(f"toy mixture: out={str(out)!r} {what}; name a folder")
     if out.is_dir() and (content := sorted(path.name for path in out.iterdir())):
         raise DataError(
             f"toy mixture: folder {str(out)!r} has other content "
@@ -75,7 +76,7 @@ def generate_toy_mixture(
             boxes[spec.name] = [
                 _write_split(made, spec, split, seed) for split in SPLITS
             ]
-        made.replace(out)
+        made.replace(out.resolve())  # of a link to an empty folder, the folder
     return boxes
 
 
