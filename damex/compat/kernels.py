@@ -9,6 +9,7 @@ of a sigmoid.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -16,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.jit import is_tracing
 from torch.nn.functional import grid_sample, logsigmoid
 from torch.utils.checkpoint import checkpoint
 
@@ -26,7 +26,10 @@ NAIVE, LINEAR = 0, 1  # method of softnms; 2 is Gaussian
 
 
 def deformable_attention(
-    value: Tensor, shapes: Tensor, locations: Tensor, weights: Tensor
+    value: Tensor,
+    shapes: Tensor | Sequence[Sequence[int]],
+    locations: Tensor,
+    weights: Tensor,
 ) -> Tensor:
     """Sample every level at the given points and sum by weight; zero outside the image.
 
@@ -37,7 +40,7 @@ def deformable_attention(
 
     Args:
         value: Features of all levels, ``(batch, keys, heads, channels)``.
-        shapes: Height and width of each level, ``(levels, 2)``.
+        shapes: Height and width of each level, ``(levels, 2)``; an export has numbers.
         locations: x and y in 0..1 of the image, ``(batch, queries, heads, levels,
             points, 2)``.
         weights: ``(batch, queries, heads, levels, points)``.
@@ -49,9 +52,8 @@ def deformable_attention(
     batch, heads, dtype = value.shape[0], value.shape[2], value.dtype
     value = _widen(value)
     locations, weights = locations.to(value.dtype), weights.to(value.dtype)
-    # A list synchronises once, a tensor once per level; tracing needs tensors to keep
-    # sizes dynamic.
-    sizes = [tuple(one) for one in (shapes if is_tracing() else shapes.tolist())]
+    # A list synchronises once, a tensor once per level.
+    sizes = shapes.tolist() if isinstance(shapes, Tensor) else shapes
     value_BCK = value.permute(0, 2, 3, 1).flatten(0, 1)
     maps = value_BCK.split([height * width for height, width in sizes], dim=-1)
     points_LBPQ2 = (2 * locations - 1).permute(3, 0, 2, 4, 1, 5).flatten(1, 2)
@@ -92,7 +94,7 @@ def attend(value: Tensor, shapes: Tensor, locations: Tensor, weights: Tensor) ->
     keeping several hundred MB per image and layer of an encoder.
     """
     inputs = value, shapes, locations, weights
-    if value.device.type != GPU or is_tracing():
+    if value.device.type != GPU:
         return deformable_attention(*inputs)
     problem = fused_problem(value.device, value.dtype, value.shape[-1])
     log_choice(f"torch's grid_sample, as {problem}" if problem else "deformops")

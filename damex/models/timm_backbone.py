@@ -212,7 +212,9 @@ class TimmBackbone(BaseModule):
         """Return one map per index, of size ceil(image size / stride)."""
         height, width = images_BCHW.shape[-2:]
         step = max(32, *self.reductions)
-        padded = functional.pad(images_BCHW, (0, -width % step, 0, -height % step))
+        # In this form, an export knows that the sides are multiples.
+        below, right = ((x + step - 1) // step * step - x for x in (height, width))
+        padded = functional.pad(images_BCHW, (0, right, 0, below))
         maps = self.net(padded.contiguous(memory_format=self._layout))
         if self._turned:
             maps = [one.permute(0, 3, 1, 2) for one in maps]

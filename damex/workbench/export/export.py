@@ -125,7 +125,7 @@ def _export_onnx(
         about["labels"] = dict(zip(space.group_names, labels, strict=True))
     else:
         names = (str(dataset),)
-        reference = detector = specialist.build()
+        detector, reference = specialist.build(), specialist.build()
         about |= dict(classes=specialist.classes, dataset=dataset)
     graph = DetectorGraph(detector, stored.pipeline, votes).eval()
     content = to_onnx(graph, about)

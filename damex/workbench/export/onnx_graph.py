@@ -8,27 +8,29 @@ an image, K detections per image, L feature levels, Q queries, V tokens.
 
 from __future__ import annotations
 
-import io
 import json
+import logging
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from mmdet.models.detectors import DINO, DeformableDETR
 from torch import Tensor, nn
-from torch.jit import TracerWarning
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from damex.errors import ConfigError
 from damex.workbench.export.dense_experts import ImageVotes
+from damex.workbench.export.symbolic_sizes import UnitLinspace, size_tensor, unroll
 
-OPSET = 17  # the first that has both GridSample (16) and LayerNormalization (17)
+OPSET = 18  # in which torch's exporter writes; others are converted
 INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
 PROBABILITIES = "datasets"  # fourth output, if the graph has experts
-PACKAGES = ("onnx", "onnxruntime")
+PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 DETECTORS = (DINO, DeformableDETR)
 # Pipeline steps that a graph supports, in their order.
 STEPS = ("LoadImageFromFile", "Resize", "Pad", "PackDetInputs")
@@ -64,7 +66,7 @@ class DetectorGraph(nn.Module):
     """Exportable forward of an mmdet detector, without mmdet's data samples.
 
     Args:
-        detector: In eval mode, on the CPU.
+        detector: In eval mode, on the CPU. Some layers are replaced in place.
         pipeline: Test pipeline that passes `check_steps`.
         votes: Shared by its `VotedFFN`; None for a dense detector.
 
@@ -93,6 +95,7 @@ class DetectorGraph(nn.Module):
                 "the detector's classes exclude each other (a softmax); as ONNX those "
                 "with a sigmoid can be written."
             )
+        unroll(detector)
         self.detector, self.pipeline, self.votes = detector, pipeline, votes
         most = detector.num_queries
         self.max_per_img: int = detector.test_cfg.get("max_per_img", most)
@@ -119,24 +122,23 @@ class DetectorGraph(nn.Module):
             K), best first. With experts, only classes of the predicted dataset group
             are detected, and the group probabilities (B, G) follow.
         """
-        file_2 = torch._shape_as_tensor(images)[1:3]  # stays variable in a trace
-        size_2 = self._new_size(file_2)
-        pixels_B3HW = resized(images, file_2, size_2)
-        image_2 = self._with_border(size_2)  # mmcv's Pad makes the border image
-        pixels_B3HW = _padded(pixels_B3HW, size_2, image_2, self.border.get("pad_val"))
-        file_2 = file_2 * (image_2 / size_2)
+        file_2 = size_tensor(images.shape[1:3])
+        size = self._new_size(file_2)
+        pixels_B3HW = resized(images, size)
+        image = self._with_border(size)  # mmcv's Pad makes the border image
+        pixels_B3HW = _padded(pixels_B3HW, image, self.border.get("pad_val"))
+        file_2 = (file_2 * size_tensor(image) / size_tensor(size)).float()
         of = self.detector.data_preprocessor
         if not of._channel_conversion:  # mmcv loads blue first
             pixels_B3HW = pixels_B3HW.flip(1)
         if of._enable_normalize:
             pixels_B3HW = (pixels_B3HW - of.mean) / of.std
-        divisor = of.pad_size_divisor
-        padded_2 = (image_2 + divisor - 1) // divisor * divisor
-        pixels_B3HW = _padded(pixels_B3HW, image_2, padded_2, of.pad_value)
+        padded = [_whole(side, of.pad_size_divisor) for side in image]
+        pixels_B3HW = _padded(pixels_B3HW, padded, of.pad_value)
         maps = self.detector.extract_feat(pixels_B3HW)
         if self.votes is not None:
             self.votes.begin()
-        logits_BQC, boxes_BQ4 = self._transform(maps, image_2, padded_2)
+        logits_BQC, boxes_BQ4 = self._transform(maps, image, padded)
         if self.votes is None:
             return self._best(logits_BQC, boxes_BQ4, file_2)
         probabilities_BG = self.votes.probabilities()
@@ -144,32 +146,37 @@ class DetectorGraph(nn.Module):
         logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
         return *self._best(logits_BQC, boxes_BQ4, file_2), probabilities_BG
 
-    def _new_size(self, file_2: Tensor) -> Tensor:
+    def _new_size(self, file_2: Tensor) -> Sequence[int]:
         """Height and width after mmcv's Resize."""
         if not self.keep_ratio:
-            return torch.tensor(self.scale[::-1])
-        limits_2 = torch.tensor(sorted(self.scale), dtype=torch.double)
-        sides_2 = torch.stack([file_2.min(), file_2.max()]).double()
-        return (file_2.double() * (limits_2 / sides_2).min() + 0.5).long()
+            return self.scale[::-1]
+        limits_2 = size_tensor(sorted(self.scale))
+        sides_2 = torch.stack([file_2.min(), file_2.max()])
+        size = (file_2 * (limits_2 / sides_2).min() + 0.5).long().tolist()
+        for side in size:
+            torch._check(side >= 1)
+            torch._check(side <= max(self.scale))
+        return size
 
-    def _with_border(self, size_2: Tensor) -> Tensor:
+    def _with_border(self, size: Sequence[int]) -> Sequence[int]:
         """Height and width after mmcv's Pad."""
         if self.border.get("pad_to_square"):
-            size_2 = size_2.max().expand(2)
-        divisor, size = self.border.get("size_divisor"), self.border.get("size")
+            largest: Any = torch.sym_max(*size)
+            return [largest, largest]
+        divisor, least = self.border.get("size_divisor"), self.border.get("size")
         if divisor is not None:
-            return (size_2 + divisor - 1) // divisor * divisor
-        if size is not None:
-            return torch.maximum(size_2, torch.tensor(size[::-1]))
-        return size_2
+            return [_whole(side, divisor) for side in size]
+        if least is not None:
+            return [*map(_at_least, size, least[::-1])]
+        return size
 
     def _transform(
-        self, maps: Sequence[Tensor], size_2: Tensor, padded_2: Tensor
+        self, maps: Sequence[Tensor], size: Sequence[int], padded: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Logits (B, Q, C) and relative boxes; replaces mmdet's ``pre_transformer``."""
         detector = self.detector
-        shapes = [torch._shape_as_tensor(one)[2:] for one in maps]
-        masks = [_mask(shape_2, size_2, padded_2) for shape_2 in shapes]
+        shapes = [one.shape[2:] for one in maps]
+        masks = [_mask(shape, size, padded) for shape in shapes]
         positions = [
             _tokens(detector.positional_encoding(mask_1HW)) + embedding_D
             for mask_1HW, embedding_D in zip(masks, detector.level_embed, strict=True)
@@ -177,7 +184,7 @@ class DetectorGraph(nn.Module):
         mask_BV = torch.cat([mask_1HW.flatten(1) for mask_1HW in masks], 1)
         mask_BV = mask_BV.expand(maps[0].shape[0], -1)
         levels = dict(
-            spatial_shapes=torch.stack(shapes),
+            spatial_shapes=shapes,
             level_start_index=None,  # for GPUs
             valid_ratios=torch.stack([*map(detector.get_valid_ratio, masks)], 1),
         )
@@ -192,8 +199,19 @@ class DetectorGraph(nn.Module):
         inputs, _ = detector.pre_decoder(**encoded)
         if self.votes is not None:
             self.votes.real_BN1 = None  # all queries are real
-        decoded = detector.forward_decoder(**inputs, memory_mask=mask_BV, **levels)
-        logits_LBQC, boxes_LBQ4 = detector.bbox_head(**decoded)
+        # Not by DINO.forward_decoder, whose len(query) fixes the number of images.
+        head, first_BQ = detector.bbox_head, inputs["reference_points"]
+        inputs["self_attn_mask"] = inputs.pop("dn_mask", None)
+        states_LBQD, references = detector.decoder(
+            value=inputs.pop("memory"),
+            key_padding_mask=mask_BV,
+            reg_branches=head.reg_branches if detector.with_box_refine else None,
+            **inputs,
+            **levels,
+        )
+        if not isinstance(detector, DINO):
+            references = [first_BQ, *references]
+        logits_LBQC, boxes_LBQ4 = head(states_LBQD, references)
         return logits_LBQC[-1], boxes_LBQ4[-1]
 
     def _best(
@@ -210,14 +228,23 @@ class DetectorGraph(nn.Module):
         return boxes_BK4, scores_BK, places_BK % num_classes
 
 
-def _padded(
-    pixels_B3HW: Tensor, old_2: Tensor, new_2: Tensor, value: Any = None
-) -> Tensor:
+def _at_least(side: int, least: int) -> Any:
+    """The larger side: a constant if ``least`` is the canvas of all images."""
+    return least if statically_known_true(side <= least) else torch.sym_max(side, least)
+
+
+def _whole(side: int, divisor: int) -> int:
+    """Round up to a multiple: a constant if ``divisor`` is the canvas of all images."""
+    if statically_known_true(side <= divisor):
+        return divisor
+    return (side + divisor - 1) // divisor * divisor
+
+
+def _padded(pixels_B3HW: Tensor, size: Sequence[int], value: Any = None) -> Tensor:
     """Pad images at the bottom and right; ``value`` is a number, or {"img": number}."""
     value = value.get("img", 0) if isinstance(value, Mapping) else value
-    below, right = (new_2 - old_2).unbind()
-    pad: Any = (0, right, 0, below)
-    return functional.pad(pixels_B3HW, pad, value=float(value or 0))
+    below, right = map(operator.sub, size, pixels_B3HW.shape[2:])
+    return functional.pad(pixels_B3HW, (0, right, 0, below), value=float(value or 0))
 
 
 def _tokens(map_BDHW: Tensor) -> Tensor:
@@ -225,23 +252,23 @@ def _tokens(map_BDHW: Tensor) -> Tensor:
     return map_BDHW.flatten(2).transpose(1, 2)
 
 
-def _mask(shape_2: Tensor, size_2: Tensor, padded_2: Tensor) -> Tensor:
+def _mask(shape: Sequence[int], size: Sequence[int], padded: Sequence[int]) -> Tensor:
     """Padding mask of a feature map, (1, H, W), interpolated like mmdet's."""
+    steps_2 = (size_tensor(padded) / size_tensor(shape)).float()
     below_H, right_W = (
-        (torch.arange(places) * (padded / places)).floor() >= size
-        for places, size, padded in zip(shape_2, size_2, padded_2, strict=True)
+        (torch.arange(places) * step).floor() >= side
+        for places, step, side in zip(shape, steps_2, size, strict=True)
     )
     return (below_H[:, None] | right_W)[None]
 
 
-def resized(images: Tensor, old_2: Tensor, new_2: Tensor) -> Tensor:
+def resized(images: Tensor, size: Sequence[int]) -> Tensor:
     """Resize uint8 images (B, H, W, 3) exactly as OpenCV: bilinear, 11-bit weights.
 
-    ``old_2`` and ``new_2`` are height and width. Returns integer values (B, 3, H, W).
+    ``size`` is height and width. Returns integer values (B, 3, H, W).
     """
-    steps_2 = old_2.double() / new_2.double()
-    (rows_2H, vertical_2H), ((left_W, right_W), horizontal_2W) = (
-        _neighbours(*side) for side in zip(old_2, new_2, steps_2, strict=True)
+    (rows_2H, vertical_2H), ((left_W, right_W), horizontal_2W) = map(
+        _neighbours, images.shape[1:3], size
     )
     lines = images[:, rows_2H]  # the upper and the lower one of each new row
     left, right = (
@@ -254,14 +281,15 @@ def resized(images: Tensor, old_2: Tensor, new_2: Tensor) -> Tensor:
     return ((both + 2.0) * 2.0**-2).floor().float()
 
 
-def _neighbours(old: Tensor, new: Any, step: Tensor) -> tuple[Tensor, Tensor]:
+def _neighbours(old: int, new: int) -> tuple[Tensor, Tensor]:
     """Both source positions of each new one along a side, and their weights of 2048."""
-    place = ((torch.arange(new).double() + 0.5) * step - 0.5).float()
+    old_1, new_1 = size_tensor([old, new])
+    place = ((torch.arange(new).double() + 0.5) * (old_1 / new_1) - 0.5).float()
     first = place.floor()
     share = place - first
-    both_2N = torch.stack([first, first + 1]).long().clamp(min=0)
+    both_2N = torch.stack([first, first + 1]).long().clamp(0, old - 1)
     weights_2N = torch.stack([1 - share, share]) * 2048
-    return torch.minimum(both_2N, old - 1), weights_2N.round()
+    return both_2N, weights_2N.round()
 
 
 def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
@@ -276,58 +304,66 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
     import onnx
 
     known = dict(image_size=graph.scale, keep_ratio=graph.keep_ratio)
-    model = onnx.load_from_string(_traced(graph))
-    for output in model.graph.output:  # the trace lacks the number of detections
-        if output.name in OUTPUTS:
-            output.type.tensor_type.shape.dim[1].dim_value = graph.max_per_img
+    try:
+        with _silence(), torch.no_grad():
+            model = _exported(graph)
+    except Exception as error:  # modules run with symbols as sizes; any may fail
+        reason = _root(error)
+        if not isinstance(error, torch.onnx.errors.OnnxExporterError):
+            # Such as fewer tokens than queries.
+            width, height = graph.scale
+            reason += f" with {width} x {height} pixels; try a larger --image-size."
+        raise ConfigError(
+            f"the detector cannot be written as ONNX (opset {OPSET}, torch "
+            f"{torch.__version__}): {reason}"
+        ) from error
+    for node in model.graph.node:
+        del node.metadata_props[:]  # lines of code, with paths of this machine
     onnx.helper.set_model_props(
         model, {key: json.dumps(value) for key, value in {**known, **about}.items()}
     )
-    onnx.checker.check_model(model)
+    onnx.checker.check_model(model, full_check=True)
     return model.SerializeToString()
 
 
-class _Linspace(TorchFunctionMode):
-    """Export ``torch.linspace`` of one step, where torch divides 0 by 0."""
+def _exported(graph: DetectorGraph) -> Any:
+    """Return a graph as an ``onnx.ModelProto``, for images of any number and size."""
+    width, height = graph.scale  # plus 1: equal sides could become one symbol
+    free = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
+    with UnitLinspace():
+        program = torch.export.export(
+            graph,
+            (torch.zeros(2, height, width + 1, 3, dtype=torch.uint8),),
+            dynamic_shapes=(free,),
+            strict=False,
+        )
+    made: Any = torch.onnx.export(
+        program,
+        input_names=(INPUT,),
+        output_names=graph.outputs,
+        dynamic_shapes=({0: "batch", 1: "height", 2: "width"},),
+        opset_version=OPSET,
+        dynamo=True,
+        verbose=False,
+    )
+    return made.model_proto
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is not torch.linspace:
-            return func(*args, **(kwargs or {}))
-        start, end, steps = args
-        step = (end - start) / (steps - 1).clamp(min=1)
-        return start + torch.arange(steps) * step
+
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Hide what torch and onnxscript report about their own work."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # errors are raised, too
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
-def _traced(graph: DetectorGraph) -> bytes:
-    """Trace a graph; ``dynamo=True`` fails as mmdet iterates over tensors of sizes."""
-    file: Any = io.BytesIO()  # accepted by torch, but not declared
-    width, height = graph.scale
-    images = torch.zeros(2, height, width, 3, dtype=torch.uint8)
-    batch = {0: "batch"}
-    axes = {INPUT: {**batch, 1: "height", 2: "width"}}
-    with warnings.catch_warnings(), torch.no_grad(), _Linspace():
-        warnings.simplefilter("ignore", TracerWarning)  # feature map sizes
-        warnings.simplefilter("ignore", DeprecationWarning)  # of this exporter
-        warnings.filterwarnings("ignore", module="torch.onnx")
-        try:
-            torch.onnx.export(
-                graph,
-                (images,),
-                file,
-                input_names=(INPUT,),
-                output_names=graph.outputs,
-                dynamic_axes=axes | dict.fromkeys(graph.outputs, batch),
-                opset_version=OPSET,
-                dynamo=False,
-            )
-        except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0]
-            if not isinstance(error, torch.onnx.errors.OnnxExporterError):
-                # Such as fewer tokens than queries.
-                reason += f" with {width} x {height} pixels; try a larger --image-size."
-            raise ConfigError(
-                f"the detector cannot be written as ONNX (opset {OPSET}): {reason}"
-            ) from error
-    return file.getvalue()
+def _root(error: BaseException) -> str:
+    """First line of the first cause of an error."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
