@@ -337,6 +337,7 @@ def _exported(graph: DetectorGraph) -> Any:
             dynamic_shapes=(free,),
             strict=False,
         )
+    # onnxscript's optimizer loses a constant of a Deformable DETR that refines boxes.
     made: Any = torch.onnx.export(
         program,
         input_names=(INPUT,),
@@ -344,6 +345,7 @@ def _exported(graph: DetectorGraph) -> Any:
         dynamic_shapes=({0: "batch", 1: "height", 2: "width"},),
         opset_version=OPSET,
         dynamo=True,
+        optimize=isinstance(graph.detector, DINO) or not graph.detector.with_box_refine,
         verbose=False,
     )
     return made.model_proto
