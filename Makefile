@@ -59,7 +59,7 @@ LOWEST := .venv-lowest
 test-lowest:
 	uv venv --quiet --allow-existing --python $(or $(LOWEST_PYTHON),3.11) $(LOWEST)
 	uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-	  --editable '.[onnx,pretrained]' 'pytest>=8' 'pytest-xdist>=3.6'
+	  --editable '.[pretrained]' 'pytest>=8' 'pytest-xdist>=3.6'
 	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n auto --dist loadfile \
 	  -m "not slow and not studies" \
 	  tests/test_moe tests/test_models tests/test_datasets tests/test_engine

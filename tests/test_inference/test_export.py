@@ -484,6 +484,10 @@ def test_missing_packages_are_named_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(onnx_graph, "find_spec", found.get)
     assert export(tmp_path / "none.pth", tmp_path / "park.onnx") == 2
     assert "needs onnxruntime; pip install 'damex[onnx]'." in capsys.readouterr().err
+    found["onnxruntime"] = object()
+    monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
+    assert export(tmp_path / "none.pth", tmp_path / "park.onnx") == 2
+    assert "needs torch 2.9 or newer, and this is 2.8.0+cpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from mmdet.models.detectors import DINO, DeformableDETR
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
@@ -31,17 +32,23 @@ OPSET = 18  # in which torch's exporter writes; others are converted
 INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
 PROBABILITIES = "datasets"  # fourth output, if the graph has experts
 PACKAGES = ("onnx", "onnxruntime", "onnxscript")
+OLDEST_TORCH = "2.9"  # 2.6 cannot export sizes that depend on the image
 DETECTORS = (DINO, DeformableDETR)
 # Pipeline steps that a graph supports, in their order.
 STEPS = ("LoadImageFromFile", "Resize", "Pad", "PackDetInputs")
 
 
 def check_packages() -> None:
-    """Raise a ConfigError if a package that writes or runs ONNX is missing."""
+    """Raise a ConfigError if a package that writes or runs ONNX is missing or old."""
     missing = [name for name in PACKAGES if find_spec(name) is None]
     if missing:
         raise ConfigError(
             f"a .onnx file needs {' and '.join(missing)}; pip install 'damex[onnx]'."
+        )
+    if Version(torch.__version__) < Version(OLDEST_TORCH):
+        raise ConfigError(
+            f"a .onnx file needs torch {OLDEST_TORCH} or newer, and this is "
+            f"{torch.__version__}; pip install 'damex[onnx]'."
         )
 
 
