@@ -252,7 +252,10 @@ def scores_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         }
         return summarise(scores_of(found)) if found else {}
     # What a stranger writes into a history may be anything.
-    except (LookupError, TypeError, ValueError, AttributeError):
+    except (
+        *(LookupError, TypeError, ValueError, AttributeError),
+        *(RuntimeError, ArithmeticError),  # a tensor has no truth, a number no float
+    ):
         return {}
 
 

@@ -148,6 +148,8 @@ class Run(NamedTuple):
             summary = {key: one for key, one in summary.items() if key not in SCORES}
             problem = f"the last evaluation of the run was of iteration {then}, and "
             problem += f"these are the weights of iteration {now}"
+        elif "mean_ap" not in summary:
+            problem = "the run was not evaluated"
         # A link of a stranger may lead to what is not theirs to publish.
         is_shown = problem is None and picture.is_file() and not picture.is_symlink()
         return cls(

@@ -230,9 +230,20 @@ def test_a_best_checkpoint_brings_its_own_scores(save, tmp_path):
     text = readme_of(checkpoint, tmp_path / "best")
     assert "| street | 0.625 | 0.750 |" in text
     assert "| *pooled* | 0.500 | - |" in text
-    hub["runtime_info"]["evaluated"] = 5  # before these weights
-    torch.save(dict(content, message_hub=hub), checkpoint)
-    assert "0.625" not in readme_of(checkpoint, tmp_path / "later")
+    # Before these weights, and what is no number.
+    for name, place in {"later": 5, "strange": torch.tensor([1, 2])}.items():
+        hub["runtime_info"]["evaluated"] = place
+        torch.save(dict(content, message_hub=hub), checkpoint)
+        assert "0.625" not in readme_of(checkpoint, tmp_path / name)
+
+
+def test_a_run_without_evaluation_has_no_table(save, tmp_path):
+    checkpoint = edited(save(), iter=20)
+    (tmp_path / "summary.json").write_text(json.dumps(dict(iterations=20)))
+    (tmp_path / "detections.png").write_bytes(b"of a run before")
+    text = readme_of(checkpoint, tmp_path / "out")
+    assert "Not given: the run was not evaluated." in text
+    assert "detections.png" not in text
 
 
 def test_texts_of_others_are_shown_as_they_are(save, tmp_path):

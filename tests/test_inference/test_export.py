@@ -171,6 +171,7 @@ def test_images_are_prepared_as_in_the_training(save, step, exported):
         dict(size=(128, 100)),
         dict(pad_to_square=True, pad_val=dict(img=114)),
         dict(size_divisor=40),
+        dict(pad_to_square=True, size_divisor=40),
     ],
     ids=str,
 )

@@ -45,7 +45,8 @@ def check_packages() -> None:
         raise ConfigError(
             f"a .onnx file needs {' and '.join(missing)}; pip install 'damex[onnx]'."
         )
-    if Version(torch.__version__) < Version(OLDEST_TORCH):
+    # Without what marks builds before a release, as those of GPU vendors do.
+    if Version(torch.__version__).release < Version(OLDEST_TORCH).release:
         raise ConfigError(
             f"a .onnx file needs torch {OLDEST_TORCH} or newer, and this is "
             f"{torch.__version__}; pip install 'damex[onnx]'."
@@ -169,7 +170,7 @@ class DetectorGraph(nn.Module):
         """Height and width after mmcv's Pad."""
         if self.border.get("pad_to_square"):
             largest: Any = torch.sym_max(*size)
-            return [largest, largest]
+            size = [largest, largest]  # mmcv then rounds up to size_divisor
         divisor, least = self.border.get("size_divisor"), self.border.get("size")
         if divisor is not None:
             return [_whole(side, divisor) for side in size]
