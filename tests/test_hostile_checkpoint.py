@@ -339,6 +339,10 @@ IN_FOLDER = {
         edited(lambda c: c["label_space"].update(datasets=[dict(name=1)])),
         "no classes and datasets",
     ),
+    "a class that is no text": (
+        edited(lambda c: c["label_space"]["datasets"][0]["classes"].update(car=1)),
+        "no classes and datasets",
+    ),
     "experts": (edited(lambda c: c.update(moe="x")), "'moe' is no dict"),
 }
 

@@ -207,7 +207,8 @@ def _is_label_space(space: Any) -> bool:
             isinstance(row, dict)
             and _are_texts([row.get("name"), row.get("group")])
             and isinstance(row.get("classes"), dict)
-            and {*map(str, row["classes"].values())} <= {*space["classes"]}
+            and _are_texts([*row["classes"].values()])
+            and {*row["classes"].values()} <= {*space["classes"]}
             for row in rows
         )
     )

@@ -30,7 +30,7 @@ from torch import nn
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.pixels import read_pixels
 from damex.engine.hooks import routing_warnings
-from damex.engine.resumption import EVALUATED, latest_checkpoint
+from damex.engine.resumption import latest_checkpoint
 from damex.errors import DataError, printable
 from damex.files import atomic_write, write_json
 from damex.models.insertion import moe_blocks
@@ -233,30 +233,6 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
     if shares:
         summary |= {key: shares, "max_load": mean.get("max_load")}
     return summary
-
-
-def scores_in(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Scores of a checkpoint's own weights, as by `summarise`; empty if it has none.
-
-    A training adds them to its best checkpoint; others are written before they are
-    evaluated.
-    """
-    try:
-        hub = checkpoint["message_hub"]
-        if hub["runtime_info"][EVALUATED] != checkpoint["meta"]["iter"]:
-            return {}
-        found = {
-            key.removeprefix("val/"): float(history.current())
-            for key, history in hub["log_scalars"].items()
-            if key.startswith(f"val/{PREFIX}")
-        }
-        return summarise(scores_of(found)) if found else {}
-    # What a stranger writes into a history may be anything.
-    except (
-        *(LookupError, TypeError, ValueError, AttributeError),
-        *(RuntimeError, ArithmeticError),  # a tensor has no truth, a number no float
-    ):
-        return {}
 
 
 def class_scores(scores: Mapping[str, float], space: LabelSpace) -> dict[str, Any]:

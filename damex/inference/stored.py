@@ -23,7 +23,8 @@ from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
-from damex.engine.summary import class_scores, scores_in, scores_of, summarise
+from damex.engine.resumption import EVALUATED
+from damex.engine.summary import PREFIX, class_scores, scores_of, summarise
 from damex.errors import ConfigError, DataError, did_you_mean, printable
 from damex.evaluation import MAX_DETS, MixtureMetric
 from damex.files import atomic_write, write_text
@@ -101,8 +102,10 @@ class DetectorCheckpoint:
         check_finite(state, path=path)
         space = LabelSpace.from_metainfo(meta["dataset_meta"])
         _check_names(_names_of(space), path)
-        known = trust, forgotten, scores_in(checkpoint)
-        return cls(path, config, model, pipeline, space, state, meta, *known)
+        return cls(
+            *(path, config, model, pipeline, space, state, meta, trust, forgotten),
+            scores=_own_scores(checkpoint),
+        )
 
     def checked(self, key: str) -> Any:
         """A copy of a part of the config, which can be built.
@@ -224,6 +227,30 @@ def millions(state: Mapping[str, Tensor]) -> str:
     """Number of parameters in millions; statistics of batch norms are none."""
     kept = [v.numel() for key, v in state.items() if not key.endswith(NORM_STATISTICS)]
     return f"{sum(kept) / 1e6:.2f}"
+
+
+def _own_scores(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Scores of a checkpoint's own weights, as by `summarise`; empty if it has none.
+
+    A training adds them to its best checkpoint; others are written before they are
+    evaluated.
+    """
+    try:
+        hub = checkpoint["message_hub"]
+        if hub["runtime_info"][EVALUATED] != checkpoint["meta"]["iter"]:
+            return {}
+        found = {
+            key.removeprefix("val/"): float(history.current())
+            for key, history in hub["log_scalars"].items()
+            if key.startswith(f"val/{PREFIX}")
+        }
+        return summarise(scores_of(found)) if found else {}
+    # What a stranger writes into a history may be anything.
+    except (
+        *(LookupError, TypeError, ValueError, AttributeError),
+        *(RuntimeError, ArithmeticError),  # a tensor has no truth, a number no float
+    ):
+        return {}
 
 
 def _import_modules(config: Mapping[str, Any], path: str) -> None:

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
+from threading import Lock
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ OPSET = 18  # in which torch's exporter writes; others are converted
 INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
 PROBABILITIES = "datasets"  # fourth output, if the graph has experts
 PACKAGES = ("onnx", "onnxruntime", "onnxscript")
+_ONE_EXPORT = Lock()  # it silences the log of the whole process
 OLDEST_TORCH = "2.9"  # 2.6 cannot export sizes that depend on the image
 DETECTORS = (DINO, DeformableDETR)
 # Pipeline steps that a graph supports, in their order.
@@ -313,7 +315,7 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
 
     known = dict(image_size=graph.scale, keep_ratio=graph.keep_ratio)
     try:
-        with _silence(), torch.no_grad():
+        with _ONE_EXPORT, _silence(), torch.no_grad():
             model = _exported(graph)
     except Exception as error:  # modules run with symbols as sizes; any may fail
         reason = _root(error)
@@ -361,7 +363,7 @@ def _exported(graph: DetectorGraph) -> Any:
 
 @contextmanager
 def _silence() -> Iterator[None]:
-    """Hide what torch and onnxscript report about their own work."""
+    """Hide what torch and onnxscript report about their own work, in all threads."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)  # errors are raised, too
     try:
