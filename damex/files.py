@@ -120,20 +120,19 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     removed if the block raises.
 
     Raises:
-        ConfigError: If the folder cannot be made, or cannot take its name.
+        ConfigError: If the folder cannot be written.
     """
     target = path.resolve()
     draft = target.with_name(f".{target.name}-{uuid.uuid4().hex[:8]}")
     make_folder(draft)
     try:
         yield draft
-        try:
-            draft.rename(target)
-        except OSError as error:
-            raise ConfigError(
-                f"{path} was not written ({error.strerror or error}); name another "
-                "place."
-            ) from error
+        draft.rename(target)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} was not written ({error.strerror or error}); free space, or name "
+            "another place."
+        ) from error
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

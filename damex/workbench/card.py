@@ -22,7 +22,7 @@ from damex.engine.model_folder import CONFIG, META, write_model_folder
 from damex.engine.rows import has_groups
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, printable
-from damex.files import atomic_folder, atomic_write, read_text, write_text
+from damex.files import atomic_folder, read_text, write_text
 from damex.inference.stored import DetectorCheckpoint, millions
 from damex.models.insertion import moe_blocks
 from damex.workbench.growth.prune import kept_config, kept_notes
@@ -101,8 +101,7 @@ def write_card(
             draft, stored.state, config=config, label_space=space, **meta
         )
         if run.picture is not None:
-            with atomic_write(draft / PICTURE) as part:
-                shutil.copyfile(run.picture, part)
+            shutil.copyfile(run.picture, draft / PICTURE)
         write_text(
             draft / README,
             readme(stored, run, out.resolve().name, license_text, licenses),
