@@ -377,11 +377,14 @@ def test_a_folder_takes_the_place_of_its_checkpoint(bait, trained):
 
 
 @pytest.mark.parametrize("line", lines_of(READING))
-def test_the_rest_of_a_config_is_not_used(bait, trained, line):
+def test_the_rest_of_a_config_is_not_used(bait, trained, line, server):
     """Nor is it written down: what is left behind can be trained and tested."""
+    host, asked = server
     runs_it = {"dataset", "unpickled"}
     kept = [change for name, change in AROUND.items() if name not in runs_it]
-    assert run(line, trained, bait(*kept)) == 0
+    assert run(line, trained, bait(*kept, *initial_weights(host))) == 0
+    assert asked == []
+    assert_no_initial_weights(host)
     for left in Path().glob("new*.pth"):
         content = torch.load(left, weights_only=True)
         assert MODULE not in content["meta"]["cfg"]
@@ -457,24 +460,30 @@ def test_files_left_behind_can_be_trained_and_tested(bait, trained, line):
     assert run(f"train new.py {SHORT} max_epochs=1", trained, "") == 0
 
 
-@pytest.mark.parametrize("line", lines_of(READING, WRITING, SHARING))
-def test_no_initial_weights_are_fetched_or_read(bait, trained, line, server, capsys):
-    host, asked = server
+def initial_weights(host):
+    """Changes by which parts start from an address or a file."""
     address = dict(type="Pretrained", checkpoint=f"http://{host}/latest/meta-data")
     file = dict(type="Pretrained", checkpoint="payload.bin")
     override = dict(type="Constant", override=[dict(address, name="convs")])
     places = [("model", part, "init_cfg") for part in INITIAL]
-    values = [address, [override, file], file]
-    assert run(line, trained, bait(*zip(places, values, strict=True))) == 0
-    assert asked == []
+    return zip(places, [address, [override, file], file], strict=True)
+
+
+def assert_no_initial_weights(host):
     for left in (*Path().glob("new*.p*"), *Path().glob(f"new/{CONFIG}")):
         content = left.read_bytes()
         assert host.encode() not in content
         assert b"payload.bin" not in content
-    if line in lines_of(WRITING, SHARING):
-        said = capsys.readouterr().out
-        (note,) = re.findall(r"note: (.*) named initial weights", said)
-        assert {*note.split(", ")} == {".".join(place) for place in places}
+
+
+@pytest.mark.parametrize("line", lines_of(WRITING, SHARING))
+def test_no_initial_weights_are_fetched_or_kept(bait, trained, line, server, capsys):
+    host, asked = server
+    assert run(line, trained, bait(*initial_weights(host))) == 0
+    assert asked == []
+    assert_no_initial_weights(host)
+    (note,) = re.findall(r"note: (.*) named initial weights", capsys.readouterr().out)
+    assert {*note.split(", ")} == {f"model.{part}.init_cfg" for part in INITIAL}
 
 
 @pytest.mark.parametrize("line", lines_of(WRITING, SHARING))

@@ -42,7 +42,7 @@ def image_size_of(cfg: Mapping[str, Any]) -> Size:
     )
 
 
-def set_image_size(cfg: Mapping[str, Any]) -> None:
+def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
     """Give all pipelines the top-level ``image_size``, in place.
 
     ``image_size`` is the longest side in pixels, or width and height: the ``scale`` of
@@ -50,13 +50,16 @@ def set_image_size(cfg: Mapping[str, Any]) -> None:
     sizes of the pipelines change in proportion: those of training, padding, crops, and
     a ``pad_size_divisor`` that pads each image to one canvas.
 
+    Returns:
+        A note if sizes changed: a config may have inherited ``image_size``.
+
     Raises:
         ConfigError: If it is no size, evaluation does not resize, or only a part of the
             sizes is of another image size.
     """
     wanted = cfg.get("image_size")
     if wanted is None:
-        return
+        return []
     pair = [wanted] * 2 if isinstance(wanted, (int, float)) else wanted
     if np.size(pair) != 2 or not all(_is_count(x) for x in pair):
         raise ConfigError(
@@ -65,7 +68,7 @@ def set_image_size(cfg: Mapping[str, Any]) -> None:
         )
     new, old = (int(pair[0]), int(pair[1])), image_size_of(cfg)
     if new == old:
-        return
+        return []
     config = dict(cfg.items())
     steps = [(s, key) for s in _sized_steps(config) for key in SIZES if key in s]
     for step, key in steps:
@@ -81,6 +84,11 @@ def set_image_size(cfg: Mapping[str, Any]) -> None:
     preprocessor = (cfg.get("model") or {}).get("data_preprocessor") or {}
     if preprocessor.get("pad_size_divisor", 1) >= max(old):
         preprocessor["pad_size_divisor"] = canvas_of(new)
+    return [
+        f"image_size is {wanted}: the Resize of evaluation, {old[0]} x {old[1]}, "
+        f"becomes {new[0]} x {new[1]}, and all other sizes of the pipelines change in "
+        "proportion."
+    ]
 
 
 def canvas_of(size: Size) -> int:

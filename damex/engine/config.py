@@ -144,6 +144,8 @@ def complete_config(cfg: Config | ConfigDict) -> tuple[PlainConfig, list[str]]:
     """
     check_settings(cfg)
     notes = misspelt_keys(cfg)
+    cfg = PlainConfig.of(copy.deepcopy(cfg))
+    notes += set_image_size(cfg)
     cfg = resolve_config(cfg)
     notes += check_views(cfg)
     check_detector(cfg["model"])

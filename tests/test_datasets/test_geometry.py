@@ -64,8 +64,10 @@ def test_one_key_sets_the_size_of_all_pipelines(size):
         image_size=size,
         model=dict(data_preprocessor=dict(pad_size_divisor=256)),
     )
-    for _ in range(2):  # of the second time, all is as it should be
-        set_image_size(cfg)
+    (note,) = set_image_size(cfg)
+    assert f"256 x 256, becomes {pair[0]} x {pair[1]}, and all other" in note
+    for _ in range(2):  # from now on, all is as it should be
+        assert set_image_size(cfg) == []
         train = [resize(*pair), FLIP, dict(type="Pad", size=pair)]
         assert steps_of(cfg, "train_dataloader") == train
         assert steps_of(cfg, "val_dataloader") == [resize(*pair)]

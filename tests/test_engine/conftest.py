@@ -17,16 +17,17 @@ _base_ = [
     "{configs}/_base_/runtime.py",
 ]
 mixture = {mixture!r}
+image_size = (64, 64)
 train_pipeline = [
     dict(type="LoadImageFromFile"),
     dict(type="LoadAnnotations", with_bbox=True),
-    dict(type="Resize", scale=(64, 64), keep_ratio=True),
+    dict(type="Resize", scale=image_size, keep_ratio=True),
     dict(type="RandomFlip", prob=0.5),
     dict(type="PackDetInputs"),
 ]
 test_pipeline = [
     dict(type="LoadImageFromFile"),
-    dict(type="Resize", scale=(64, 64), keep_ratio=True),
+    dict(type="Resize", scale=image_size, keep_ratio=True),
     dict(type="PackDetInputs"),
 ]
 train_dataloader = dict(

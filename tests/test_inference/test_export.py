@@ -102,10 +102,12 @@ EXPORTED = pytest.mark.parametrize(
 )
 
 
-def check(graph, detector, *, exported=True, first_seed=0):
-    """Hold a graph to a detector, on batches that it was not made with."""
-    session = InTorch(graph)
-    if exported:
+def check(graph, detector, *, session=None, first_seed=0):
+    """Hold a graph, exported by default, to a detector.
+
+    On batches that it was not made with.
+    """
+    if session is None:
         content = to_onnx(graph, dict(classes=("dog", "person")))
         assert str(ROOT).encode() not in content
         session = start_session(content)
@@ -127,21 +129,22 @@ def check(graph, detector, *, exported=True, first_seed=0):
     return session
 
 
-@pytest.mark.parametrize(
-    "base",
-    [
-        "moe-dino_tiny",
-        pytest.param("moe-dino-mini_efficientnet-lite0", marks=pytest.mark.slow),
-    ],
-)
-def test_the_graph_answers_as_mmdet(save, base):
-    check(*graph_of(save(base=base)))
+@pytest.mark.slow
+def test_the_graph_answers_as_mmdet(save):
+    check(*graph_of(save(base="moe-dino-mini_efficientnet-lite0")))
 
 
-def test_another_size_and_a_class_alone(save):
+def test_another_size_and_a_class_alone(save, tmp_path):
     """50 queries and 1 class are 50 detections; no image is padded."""
     checkpoint = save(data_preprocessor=dict(BGR, pad_size_divisor=1))
-    session = check(*graph_of(checkpoint, dataset="sky", size=(60, 100)))
+    out, size = tmp_path / "made.onnx", (60, 100)
+    detector = damex.load(checkpoint, device="cpu")
+    assert "image_size: Width and height" in detector.export.__doc__
+    detector.export(out, dataset="sky", image_size=size)
+    session = start_session(out.read_bytes())
+    check(*graph_of(checkpoint, dataset="sky", size=size), session=session)
+    known = session.get_modelmeta().custom_metadata_map
+    assert json.loads(known["image_size"]) == [60, 100]
     shapes = {one.name: one.shape for one in session.get_outputs()}
     assert shapes == dict(
         boxes=["batch", 50, 4], scores=["batch", 50], labels=["batch", 50]
@@ -151,44 +154,55 @@ def test_another_size_and_a_class_alone(save):
     assert (images.type, images.shape) == ("tensor(uint8)", shape)
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        dict(type="Resize", scale=(90, 70)),  # stretched
-        dict(type="Resize", scale=70, keep_ratio=True),
-    ],
-)
+class Preparation(torch.nn.Module):
+    """What a graph does before the detector; exported in seconds."""
+
+    outputs = ("pixels",)
+
+    def __init__(self, graph):
+        super().__init__()
+        self.scale, self.keep_ratio = graph.scale, graph.keep_ratio
+        self.prepare = graph.prepare  # no submodule: its weights are not exported
+
+    def forward(self, images):
+        return self.prepare(images)[0]
+
+
+PREPARED = {
+    "stretched": [dict(type="Resize", scale=(90, 70))],
+    "one number": [dict(type="Resize", scale=70, keep_ratio=True)],
+    "a size": [RESIZE, dict(type="Pad", size=(128, 100))],
+    "a square": [RESIZE, dict(type="Pad", pad_to_square=True, pad_val=dict(img=114))],
+    "a divisor": [RESIZE, dict(type="Pad", size_divisor=40)],
+    "both": [RESIZE, dict(type="Pad", pad_to_square=True, size_divisor=40)],
+}
+
+
+@pytest.mark.parametrize("steps", PREPARED.values(), ids=PREPARED)
+def test_images_are_prepared_as_in_the_training(save, steps):
+    """A border of a Pad counts as image, and the padding of a batch does not."""
+    pipeline = [LOAD, *steps, PACK]
+    graph, detector = graph_of(save(data_preprocessor=BGR), pipeline=pipeline)
+    check(graph, detector, session=InTorch(graph))
+    session = start_session(to_onnx(Preparation(graph), {}))
+    for seed, size in enumerate(SIZES):
+        images = pictures(size, 1 + seed % 3, seed=seed)
+        (found,) = session.run(None, dict(images=images))
+        for image, pixels in zip(images, found, strict=True):
+            data = Inputs(pipeline)(image)
+            data = {key: [data[key]] for key in ("inputs", "data_samples")}
+            (expected,) = detector.data_preprocessor(data)["inputs"]
+            np.testing.assert_allclose(pixels, expected, atol=1e-6)
+
+
 @EXPORTED
-def test_images_are_prepared_as_in_the_training(save, step, exported):
-    pipeline = [LOAD, step, PACK]
-    graph = graph_of(save(data_preprocessor=BGR), pipeline=pipeline)
-    check(*graph, exported=exported)
-
-
-@pytest.mark.parametrize(
-    "border",
-    [
-        dict(size=(128, 100)),
-        dict(pad_to_square=True, pad_val=dict(img=114)),
-        dict(size_divisor=40),
-        dict(pad_to_square=True, size_divisor=40),
-    ],
-    ids=str,
-)
-@EXPORTED
-def test_a_border_that_counts_as_image(save, border, exported):
-    pipeline = [LOAD, RESIZE, dict(type="Pad", **border), PACK]
-    graph = graph_of(save(data_preprocessor=BGR), pipeline=pipeline)
-    check(*graph, exported=exported)
-
-
-def test_a_masked_canvas_of_another_size(save):
+def test_a_masked_canvas_of_another_size(save, exported):
     """The canvas is as large as the longest side, in whole strides."""
     graph, detector = graph_of(
         save(data_preprocessor=dict(BGR, pad_size_divisor=96)), size=(120, 100)
     )
     assert graph.detector.data_preprocessor.pad_size_divisor == 128
-    check(graph, detector)
+    check(graph, detector, session=None if exported else InTorch(graph))
 
 
 LOW_RANK = dict(
@@ -228,7 +242,8 @@ def test_a_whole_mixture_answers_as_in_damex(save, kind, exported):
     graph, detector = mixture_graph(save_mixture(save, **KINDS[kind]))
     # Rounding ranks two queries of an image of seed 5.
     first_seed = 10 if kind == "whole FFNs" else 0
-    session = check(graph, detector, exported=exported, first_seed=first_seed)
+    session = None if exported else InTorch(graph)
+    session = check(graph, detector, session=session, first_seed=first_seed)
     images = pictures((90, 50), 16, seed=9).copy()
     images[4:8] //= 4
     images[8:12, ..., 0] = 255
@@ -301,7 +316,7 @@ def test_deformable_detr_without_stages(build_mmdet, refine, exported):
         branch.bias.data.zero_()
     mmdets = copy.deepcopy(detector.eval())
     graph = DetectorGraph(detector, [LOAD, RESIZE, PACK]).eval()
-    check(graph, mmdets, exported=exported)
+    check(graph, mmdets, session=None if exported else InTorch(graph))
 
 
 @pytest.mark.parametrize("dataset", ["park", "auto"])
@@ -340,15 +355,6 @@ def test_the_command_and_its_file(save, tmp_path, capsys, dataset):
         scores, boxes = difference(expected, found, least=upper_half(expected))
         assert scores < 1e-4
         assert boxes < 1e-2
-
-
-def test_the_size_in_python_is_width_and_height(save, tmp_path):
-    out = tmp_path / "made.onnx"
-    detector = damex.load(save_mixture(save), device="cpu")
-    detector.export(out, dataset="park", image_size=(128, 96))
-    metadata = start_session(out.read_bytes()).get_modelmeta().custom_metadata_map
-    assert json.loads(metadata["image_size"]) == [128, 96]
-    assert "image_size: Width and height" in detector.export.__doc__
 
 
 def test_resizing_is_that_of_opencv():
@@ -419,6 +425,9 @@ def test_a_graph_that_answers_otherwise_is_not_written(
         return spoil(*found) if method == "_best" else spoil(found)
 
     monkeypatch.setattr(DetectorGraph, method, wrong)
+    module = "damex.workbench.export.export"
+    monkeypatch.setattr(f"{module}.to_onnx", lambda graph, about: graph)
+    monkeypatch.setattr(f"{module}.start_session", InTorch)
     assert export(checkpoint, out) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert "was not written: on noise" in error
@@ -458,18 +467,11 @@ def test_a_graph_that_fails_on_a_size_is_named():
         detections_of_graph(Session(), np.zeros((1, 7, 9, 3), np.uint8))
 
 
-def test_an_operation_that_onnx_has_not(save, tmp_path, capsys, monkeypatch):
-    checkpoint, out = save(), tmp_path / "park.onnx"
-    tokens = onnx_graph._tokens
-    monkeypatch.setattr(
-        onnx_graph, "_tokens", lambda one: torch.special.i1(tokens(one))
-    )
-    capsys.readouterr()
-    assert export(checkpoint, out) == 2
-    (error,) = capsys.readouterr().err.strip().splitlines()
-    assert "cannot be written as ONNX (opset 18, torch 2." in error
-    assert "bessel_i1" in error
-    assert not out.exists()
+def test_an_operation_that_onnx_has_not(save, monkeypatch):
+    graph, _ = graph_of(save())
+    monkeypatch.setattr(onnx_graph, "_padded", lambda one, *_: torch.special.i1(one))
+    with pytest.raises(ConfigError, match=r"as ONNX .opset 18, torch 2.*bessel_i1"):
+        to_onnx(Preparation(graph), {})
 
 
 def test_a_size_too_small_for_the_queries(save, tmp_path, capsys):

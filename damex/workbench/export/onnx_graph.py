@@ -132,6 +132,27 @@ class DetectorGraph(nn.Module):
             K), best first. With experts, only classes of the predicted dataset group
             are detected, and the group probabilities (B, G) follow.
         """
+        pixels_B3HW, image, padded, file_2 = self.prepare(images)
+        maps = self.detector.extract_feat(pixels_B3HW)
+        if self.votes is not None:
+            self.votes.begin()
+        logits_BQC, boxes_BQ4 = self._transform(maps, image, padded)
+        if self.votes is None:
+            return self._best(logits_BQC, boxes_BQ4, file_2)
+        probabilities_BG = self.votes.probabilities()
+        foreign_BC = self.foreign_GC[self.votes.elected()]
+        logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
+        return *self._best(logits_BQC, boxes_BQ4, file_2), probabilities_BG
+
+    def prepare(
+        self, images: Tensor
+    ) -> tuple[Tensor, Sequence[int], Sequence[int], Tensor]:
+        """Resize, pad and normalize images as mmdet's test pipeline does.
+
+        Returns:
+            Pixels for the backbone (B, 3, H, W), height and width of the images in it,
+            its own, and those of the file that the images cover (2,).
+        """
         file_2 = size_tensor(images.shape[1:3])
         size = self._new_size(file_2)
         pixels_B3HW = resized(images, size)
@@ -144,17 +165,7 @@ class DetectorGraph(nn.Module):
         if of._enable_normalize:
             pixels_B3HW = (pixels_B3HW - of.mean) / of.std
         padded = [_whole(side, of.pad_size_divisor) for side in image]
-        pixels_B3HW = _padded(pixels_B3HW, padded, of.pad_value)
-        maps = self.detector.extract_feat(pixels_B3HW)
-        if self.votes is not None:
-            self.votes.begin()
-        logits_BQC, boxes_BQ4 = self._transform(maps, image, padded)
-        if self.votes is None:
-            return self._best(logits_BQC, boxes_BQ4, file_2)
-        probabilities_BG = self.votes.probabilities()
-        foreign_BC = self.foreign_GC[self.votes.elected()]
-        logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
-        return *self._best(logits_BQC, boxes_BQ4, file_2), probabilities_BG
+        return _padded(pixels_B3HW, padded, of.pad_value), image, padded, file_2
 
     def _new_size(self, file_2: Tensor) -> Sequence[int]:
         """Height and width after mmcv's Resize."""
@@ -338,6 +349,8 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
 
 def _exported(graph: DetectorGraph) -> Any:
     """Return a graph as an ``onnx.ModelProto``, for images of any number and size."""
+    from onnxscript import optimizer
+
     width, height = graph.scale  # plus 1: equal sides could become one symbol
     free = dict.fromkeys(range(3), torch.export.Dim.DYNAMIC)
     with UnitLinspace():
@@ -347,7 +360,6 @@ def _exported(graph: DetectorGraph) -> Any:
             dynamic_shapes=(free,),
             strict=False,
         )
-    # onnxscript's optimizer loses a constant of a Deformable DETR that refines boxes.
     made: Any = torch.onnx.export(
         program,
         input_names=(INPUT,),
@@ -355,9 +367,16 @@ def _exported(graph: DetectorGraph) -> Any:
         dynamic_shapes=({0: "batch", 1: "height", 2: "width"},),
         opset_version=OPSET,
         dynamo=True,
-        optimize=isinstance(graph.detector, DINO) or not graph.detector.with_box_refine,
+        optimize=False,
         verbose=False,
     )
+    # What a runtime cannot do itself. The rewriting of onnxscript's optimizer takes as
+    # long again, makes nothing faster, and loses a constant of a Deformable DETR that
+    # refines boxes.
+    optimizer.inline(made.model)
+    optimizer.fold_constants(made.model)
+    optimizer.remove_unused_nodes(made.model)
+    optimizer.remove_unused_functions(made.model)
     return made.model_proto
 
 
