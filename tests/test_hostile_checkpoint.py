@@ -330,6 +330,7 @@ IN_FOLDER = {
     "program": (lambda f: (f / CONFIG).write_text(f"x = {CALL}"), "not the JSON file"),
     "depth": (lambda f: (f / CONFIG).write_text("[" * 10**6), "not the JSON file"),
     "constant": (lambda f: (f / CONFIG).write_text("[NaN]"), "NaN is not JSON"),
+    "overflow": (lambda f: (f / CONFIG).write_text("[1e999]"), "1e999 is too large"),
     "other format": (edited(lambda c: c.update(format=2)), "its format is 2"),
     "statement": (
         edited(lambda c: c["config"].update({f"x = {CALL}\ny": 1})),
@@ -337,6 +338,10 @@ IN_FOLDER = {
     ),
     "labels": (
         edited(lambda c: c["label_space"].update(datasets=[dict(name=1)])),
+        "no classes and datasets",
+    ),
+    "two datasets of a name": (
+        edited(lambda c: c["label_space"]["datasets"][1].update(name="street")),
         "no classes and datasets",
     ),
     "a class that is no text": (

@@ -142,14 +142,19 @@ def _drop_wrapper(state: dict[str, Any]) -> None:
 def _allowed() -> Any:
     """Allow the classes that mmengine writes into a checkpoint; they only hold data."""
     core = getattr(np, "_core", None) or np.core
+    # By the names of numpy 1 and of numpy 2: a file may come from the other one.
+    readers = [
+        (getattr(core.multiarray, name), f"numpy.{package}.multiarray.{name}")
+        for package in ("core", "_core")
+        for name in ("_reconstruct", "scalar")
+    ]
     kinds = ("f2", "f4", "f8", "i4", "i8", "u8", "?")
     return torch.serialization.safe_globals(
         [
             HistoryBuffer,
             np.ndarray,
             np.dtype,
-            core.multiarray._reconstruct,
-            core.multiarray.scalar,
+            *readers,
             *{type(np.dtype(kind)) for kind in kinds},
             (_history_method, "builtins.getattr"),
         ]

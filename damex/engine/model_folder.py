@@ -6,6 +6,7 @@ Read, it is what a checkpoint holds, and passes all that checks a checkpoint.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -147,7 +148,10 @@ def _read_config(path: Path) -> dict[str, Any]:
     _check_file(path)
     try:
         content = json.loads(
-            read_text(path), object_hook=_decoded, parse_constant=_no_constant
+            read_text(path),
+            object_hook=_decoded,
+            parse_constant=_no_constant,
+            parse_float=_finite,
         )
     except (ValueError, RecursionError, OSError) as error:
         reason = str(error).splitlines()[0]
@@ -171,6 +175,12 @@ def _check_file(path: Path) -> None:
 def _decoded(value: dict[str, Any]) -> Any:
     items = value.get(TUPLE)
     return tuple(items) if isinstance(items, list) and len(value) == 1 else value
+
+
+def _finite(text: str) -> float:
+    if math.isinf(float(text)):
+        raise ValueError(f"{text} is too large")
+    return float(text)
 
 
 def _no_constant(name: str) -> None:
@@ -211,6 +221,7 @@ def _is_label_space(space: Any) -> bool:
             and {*row["classes"].values()} <= {*space["classes"]}
             for row in rows
         )
+        and len({row["name"] for row in rows}) == len(rows)
     )
 
 

@@ -4,6 +4,7 @@ import math
 import os
 import re
 import threading
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -65,6 +66,24 @@ def test_what_mmengine_saves_comes_back(tmp_path):
     assert loaded["state_dict"]["weight"].tolist() == [0.0, 1.0, 2.0]
     assert loaded["meta"]["seed"] == 7
     assert loaded["message_hub"]["log_scalars"]["train/loss"].mean() == 2.0
+
+
+@pytest.mark.parametrize("package", ["core", "_core"])
+def test_a_file_of_another_numpy_is_read(tmp_path, package):
+    """Versions 1 and 2 write other names of the same functions."""
+    written, renamed = tmp_path / "written.pth", tmp_path / "renamed.pth"
+    torch.save(dict(meta=dict(seed=np.int64(7), values=np.ones(2))), written)
+    own = b"cnumpy._core." if np.__version__ >= "2" else b"cnumpy.core."
+    with zipfile.ZipFile(written) as old, zipfile.ZipFile(renamed, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            if name.endswith("data.pkl"):
+                assert own in content
+                content = content.replace(own, f"cnumpy.{package}.".encode())
+            new.writestr(name, content)
+    meta = load(renamed)["meta"]
+    assert meta["seed"] == 7
+    assert np.array_equal(meta["values"], np.ones(2))
 
 
 @pytest.fixture

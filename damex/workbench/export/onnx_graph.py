@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 from mmdet.models.detectors import DINO, DeformableDETR
 from packaging.version import Version
@@ -69,6 +70,15 @@ def check_steps(pipeline: Sequence[Mapping[str, Any]]) -> None:
         raise ConfigError(
             "a .onnx file resizes images to one size, which the evaluation of the "
             "training does not: its Resize has no scale=(width, height)."
+        )
+    pad = next((step for step in pipeline if step["type"] == "Pad"), {})
+    value = pad.get("pad_val", 0)
+    value = value.get("img", 0) if isinstance(value, Mapping) else value
+    if pad.get("padding_mode", "constant") != "constant" or np.ndim(value):
+        raise ConfigError(
+            "a .onnx file pads with one number, and the Pad of the evaluation has "
+            f"padding_mode={pad.get('padding_mode', 'constant')!r}, pad_val="
+            f"{pad.get('pad_val', 0)!r}; export a .pth with --dataset NAME."
         )
 
 
@@ -330,8 +340,7 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
             model = _exported(graph)
     except Exception as error:  # modules run with symbols as sizes; any may fail
         reason = _root(error)
-        if not isinstance(error, torch.onnx.errors.OnnxExporterError):
-            # Such as fewer tokens than queries.
+        if "k not in range" in reason:  # fewer tokens than queries
             width, height = graph.scale
             reason += f" with {width} x {height} pixels; try a larger --image-size."
         raise ConfigError(
