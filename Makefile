@@ -6,6 +6,7 @@
 #                   in .venv-lowest (needs uv; 15 minutes on 2 cores)
 # make check        install, then lint, format and type checks, and build the docs
 # make docs         install, then build the docs into docs/_build/html
+# make release      make wheel and source distribution in dist/, with an SBOM, and check them
 # make install      make .venv alone; CONSTRAINTS=1 takes the versions of constraints.txt
 # make constraints  update constraints.txt (needs uv); UPGRADE=1 takes the latest versions
 PYTHON ?= python3
@@ -16,7 +17,7 @@ STAMP := $(VENV)/.installed
 # Each test process computes on one thread; pytest-xdist starts one per core.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
 
-.PHONY: install constraints quickstart test test-slow test-all test-lowest check docs
+.PHONY: install constraints quickstart test test-slow test-all test-lowest check docs release
 install: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
@@ -73,3 +74,20 @@ check: $(STAMP)
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 	$(MAKE) docs
+
+# Python's place for an SBOM is the folder sboms beside the metadata (PEP 770), which
+# setuptools does not write. It has the ranges of requirements.txt: a wheel pins nothing.
+RELEASE := .venv-release/bin
+release:
+	$(PYTHON) -m venv .venv-release
+	$(RELEASE)/python -m pip install --quiet --disable-pip-version-check 'pip>=25.1'
+	$(RELEASE)/python -m pip install --quiet --group release
+	rm -rf dist && $(RELEASE)/python -m build --outdir dist/built
+	$(RELEASE)/python -m wheel unpack --dest dist dist/built/damex-*.whl
+	mkdir $$(echo dist/damex-*/damex-*.dist-info)/sboms
+	$(RELEASE)/cyclonedx-py requirements requirements.txt --pyproject pyproject.toml \
+	  --mc-type library --short-PURLs --output-reproducible \
+	  -o $$(echo dist/damex-*/damex-*.dist-info)/sboms/damex.cdx.json
+	$(RELEASE)/python -m wheel pack --dest-dir dist dist/damex-*/
+	mv dist/built/damex-*.tar.gz dist && rm -r dist/built dist/damex-*/
+	$(RELEASE)/twine check --strict dist/*
