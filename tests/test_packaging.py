@@ -18,7 +18,7 @@ def requirements(lines, python):
     """The versions of the requirements that apply to a Python on Linux, by name."""
     where = {"python_version": python, "python_full_version": f"{python}.9"}
     where |= {"sys_platform": "linux", "platform_machine": "x86_64"}
-    needs = [Requirement(line) for line in lines if not line.startswith("#")]
+    needs = [Requirement(line) for line in lines if not line.startswith(("#", " "))]
     return {
         canonicalize_name(need.name): need.specifier
         for need in needs
@@ -38,10 +38,17 @@ def test_constraints_have_a_version_for_everything_that_make_installs(python):
     for extra in extras.split(","):
         lines += project["optional-dependencies"][extra]
     needs = requirements(lines, python)
-    pins = requirements(lines_of("constraints.txt"), python)
+    found = [line.removesuffix(" \\") for line in lines_of("constraints.txt")]
+    pins = requirements(found, python)
     assert {"torch", "pytest", "onnx"} < needs.keys() <= pins.keys()
     versions = {name: str(pins[name]).removeprefix("==") for name in needs}
     assert [name for name, need in needs.items() if versions[name] not in need] == []
+
+
+def test_constraints_have_a_hash_for_each_version():
+    pins = "\n".join(lines_of("constraints.txt")[3:])
+    each = r"[\w.-]+==\S+( ; [^\\\n]+)?( \\\n    --hash=sha256:[0-9a-f]{64})+\n"
+    assert re.fullmatch(f"({each})+", f"{pins}\n")
 
 
 def test_the_citation_is_of_this_version():
