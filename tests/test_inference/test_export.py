@@ -235,7 +235,7 @@ def save_mixture(save, **moe):
     ("kind", "exported"),
     [
         *((kind, False) for kind in KINDS),
-        # The command's test exports whole FFNs, and affine maps are low-rank ones.
+        # The command's test exports whole FFNs; affine maps are looked up like these.
         pytest.param("low-rank maps", True, marks=pytest.mark.slow),
         pytest.param("a norm before", True, marks=pytest.mark.slow),
     ],
