@@ -384,7 +384,7 @@ def resize(**options):
         ([dict(type="Pad", size=(800, 800)), RESIZE], "in this order"),
         ([PACK], "it can follow LoadImageFromFile, Resize"),
         ([resize(scale_factor=0.5)], r"its Resize has no scale=\(width, height\)"),
-        ([RESIZE, dict(type="Pad", padding_mode="reflect")], "mode='reflect', pad_v"),
+        ([RESIZE, dict(type="Pad", padding_mode="reflect")], "mode': 'reflect'"),
         ([RESIZE, dict(type="Pad", pad_val=dict(img=(1, 2, 3)))], r"\(1, 2, 3\)"),
     ],
 )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import ceil
 from pathlib import Path
 from statistics import median
@@ -130,9 +131,7 @@ def _export_onnx(
     graph = DetectorGraph(detector, stored.pipeline, votes).eval()
     content = to_onnx(graph, about)
     session, inputs = start_session(content), Inputs(stored.pipeline)
-
-    def run_mmdet(image: np.ndarray) -> Detections:
-        return detections_of_mmdet(inputs, image, detector=reference, labels=labels)
+    run_mmdet = partial(detections_of_mmdet, inputs, detector=reference, labels=labels)
 
     def run_graph(image: np.ndarray) -> Detections:
         return detections_of_graph(session, image[None])[0]
@@ -171,8 +170,8 @@ def _image_of(
         (path,) = stored.validation_images(dataset, count=1)
         return str(path), read_pixels(path).image[..., ::-1]
     except (ConfigError, DataError, OSError):
-        shape = (size[1], size[0], 3)
-        noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+        rng = np.random.default_rng(0)
+        noise = rng.integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
         return "noise (no validation image is here)", noise
 
 

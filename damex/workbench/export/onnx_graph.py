@@ -36,7 +36,6 @@ PROBABILITIES = "datasets"  # fourth output, if the graph has experts
 PACKAGES = ("onnx", "onnxruntime", "onnxscript")
 _ONE_EXPORT = Lock()  # it silences the log of the whole process
 OLDEST_TORCH = "2.9"  # 2.6 cannot export sizes that depend on the image
-DETECTORS = (DINO, DeformableDETR)
 # Pipeline steps that a graph supports, in their order.
 STEPS = ("LoadImageFromFile", "Resize", "Pad", "PackDetInputs")
 
@@ -72,13 +71,10 @@ def check_steps(pipeline: Sequence[Mapping[str, Any]]) -> None:
             "training does not: its Resize has no scale=(width, height)."
         )
     pad = next((step for step in pipeline if step["type"] == "Pad"), {})
-    value = pad.get("pad_val", 0)
-    value = value.get("img", 0) if isinstance(value, Mapping) else value
-    if pad.get("padding_mode", "constant") != "constant" or np.ndim(value):
+    if pad.get("padding_mode", "constant") != "constant" or np.ndim(_value_of(pad)):
         raise ConfigError(
-            "a .onnx file pads with one number, and the Pad of the evaluation has "
-            f"padding_mode={pad.get('padding_mode', 'constant')!r}, pad_val="
-            f"{pad.get('pad_val', 0)!r}; export a .pth with --dataset NAME."
+            f"a .onnx file pads with one number, and the evaluation by {dict(pad)}; "
+            "export a .pth with --dataset NAME."
         )
 
 
@@ -103,12 +99,10 @@ class DetectorGraph(nn.Module):
         votes: ImageVotes | None = None,
     ) -> None:
         super().__init__()
-        if type(detector) not in DETECTORS:
-            names = " and ".join(kind.__name__ for kind in DETECTORS)
+        if type(detector) not in (DINO, DeformableDETR):
             raise ConfigError(
-                f"the detector is a {type(detector).__name__}; as ONNX {names} can be "
-                "written. With --dataset NAME and --out FILE.pth it can be exported "
-                "for mmdet."
+                f"the detector is a {type(detector).__name__}; as ONNX DINO and "
+                "DeformableDETR can be written. For mmdet: --dataset NAME --out F.pth."
             )
         if not detector.bbox_head.loss_cls.use_sigmoid:
             raise ConfigError(
@@ -167,7 +161,7 @@ class DetectorGraph(nn.Module):
         size = self._new_size(file_2)
         pixels_B3HW = resized(images, size)
         image = self._with_border(size)  # mmcv's Pad makes the border image
-        pixels_B3HW = _padded(pixels_B3HW, image, self.border.get("pad_val"))
+        pixels_B3HW = _padded(pixels_B3HW, image, _value_of(self.border))
         file_2 = (file_2 * size_tensor(image) / size_tensor(size)).float()
         of = self.detector.data_preprocessor
         if not of._channel_conversion:  # mmcv loads blue first
@@ -271,11 +265,16 @@ def _whole(side: int, divisor: int) -> int:
     return (side + divisor - 1) // divisor * divisor
 
 
-def _padded(pixels_B3HW: Tensor, size: Sequence[int], value: Any = None) -> Tensor:
-    """Pad images at the bottom and right; ``value`` is a number, or {"img": number}."""
-    value = value.get("img", 0) if isinstance(value, Mapping) else value
+def _value_of(pad: Mapping[str, Any]) -> Any:
+    """What mmcv's Pad puts into the border of images."""
+    value = pad.get("pad_val", 0)
+    return value.get("img", 0) if isinstance(value, Mapping) else value
+
+
+def _padded(pixels_B3HW: Tensor, size: Sequence[int], value: float) -> Tensor:
+    """Pad images at the bottom and right."""
     below, right = map(operator.sub, size, pixels_B3HW.shape[2:])
-    return functional.pad(pixels_B3HW, (0, right, 0, below), value=float(value or 0))
+    return functional.pad(pixels_B3HW, (0, right, 0, below), value=float(value))
 
 
 def _tokens(map_BDHW: Tensor) -> Tensor:
@@ -379,9 +378,8 @@ def _exported(graph: DetectorGraph) -> Any:
         optimize=False,
         verbose=False,
     )
-    # What a runtime cannot do itself. The rewriting of onnxscript's optimizer takes as
-    # long again, makes nothing faster, and loses a constant of a Deformable DETR that
-    # refines boxes.
+    # What a runtime cannot do itself. onnxscript's rewriting takes as long again, gains
+    # nothing, and loses a constant of a Deformable DETR that refines boxes.
     optimizer.inline(made.model)
     optimizer.fold_constants(made.model)
     optimizer.remove_unused_nodes(made.model)

@@ -68,9 +68,7 @@ class UnrolledAttention(nn.Module):
         if where.shape[-1] == 4:
             offsets = offsets / points * where[..., 2:] * 0.5
         else:
-            sizes_L2 = torch.stack(
-                [size_tensor(size).flip(0) for size in spatial_shapes]
-            )
+            sizes_L2 = torch.stack([*map(size_tensor, spatial_shapes)]).flip(-1)
             offsets = offsets / sizes_L2[:, None].float()
         seen = deformable_attention(
             value.unflatten(-1, (heads, -1)),
