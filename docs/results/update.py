@@ -255,7 +255,7 @@ def answer(experiment: str, name: str = "damex_best") -> list[str]:
     """The cells of a question: scores, difference to dense with interval, seeds."""
     arms = arms_of(experiment)
     if name not in arms:
-        return [mean(arms["dense"]), "-", "not measured yet", ""]
+        return [mean(arms["dense"]), "-", "not complete yet", ""]
     seeds = moments(arms["dense"], seeds=0)[2]
     counts = [str(seeds), str(moments(arms[name], seeds=seeds)[2])]
     scores = (mean(arms[one]) for one in ("dense", name))

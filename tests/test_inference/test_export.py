@@ -149,18 +149,21 @@ def test_another_size_and_a_class_alone(save, tmp_path):
     assert (images.type, images.shape) == ("tensor(uint8)", shape)
 
 
-class Preparation(torch.nn.Module):
-    """What a graph does before the detector; exported in seconds."""
+class Part(torch.nn.Module):
+    """What a graph does until ``run``'s result; exported in seconds."""
 
-    outputs = ("pixels",)
+    outputs = ("found",)
 
-    def __init__(self, graph):
+    def __init__(self, graph, run):
         super().__init__()
-        self.scale, self.keep_ratio = graph.scale, graph.keep_ratio
-        self.prepare = graph.prepare  # no submodule: its weights are not exported
+        self.scale, self.keep_ratio, self.run = graph.scale, graph.keep_ratio, run
 
     def forward(self, images):
-        return self.prepare(images)[0]
+        return self.run(images)
+
+
+def pixels_of(graph):
+    return Part(graph, lambda images: graph.prepare(images)[0])
 
 
 PREPARED = {
@@ -179,7 +182,7 @@ def test_images_are_prepared_as_in_the_training(save, steps):
     pipeline = [LOAD, *steps, PACK]
     graph, detector = graph_of(save(data_preprocessor=BGR), pipeline=pipeline)
     check(graph, detector, session=InTorch(graph))
-    session = start_session(to_onnx(Preparation(graph), {}))
+    session = start_session(to_onnx(pixels_of(graph), {}))
     for seed, size in enumerate(SIZES):
         images = pictures(size, 1 + seed % 3, seed=seed)
         (found,) = session.run(None, dict(images=images))
@@ -286,7 +289,19 @@ def test_openvino_detects_what_onnxruntime_does(save, tmp_path):
 def test_a_backbone_that_pads_by_itself(save):
     preprocessor = dict(BGR, pad_size_divisor=1)
     base = "moe-dino-mini_efficientnet-lite0"
-    check(*mixture_graph(save(base=base, data_preprocessor=preprocessor)))
+    graph, detector = mixture_graph(save(base=base, data_preprocessor=preprocessor))
+    check(graph, detector, session=InTorch(graph))
+    extract = graph.detector.extract_feat
+    part = Part(graph, lambda images: extract(graph.prepare(images)[0]))
+    part.outputs = tuple("abcd")
+    session = start_session(to_onnx(part, {}))
+    for seed, size in enumerate(SIZES):
+        images = pictures(size, 2, seed=seed)
+        with torch.no_grad():
+            expected = part(torch.from_numpy(images))
+        found = session.run(None, dict(images=images))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 UNWRITTEN = {
@@ -475,7 +490,7 @@ def test_an_operation_that_onnx_has_not(save, monkeypatch):
     graph, _ = graph_of(save())
     monkeypatch.setattr(onnx_graph, "_padded", lambda one, *_: torch.special.i1(one))
     with pytest.raises(ConfigError, match=r"as ONNX .opset 18, torch 2.*bessel_i1"):
-        to_onnx(Preparation(graph), {})
+        to_onnx(pixels_of(graph), {})
 
 
 def test_a_size_too_small_for_the_queries(save, tmp_path, capsys):
