@@ -103,10 +103,7 @@ EXPORTED = pytest.mark.parametrize(
 
 
 def check(graph, detector, *, session=None, first_seed=0):
-    """Hold a graph, exported by default, to a detector.
-
-    On batches that it was not made with.
-    """
+    """Hold a graph to a detector, on batches that it was not made with."""
     if session is None:
         content = to_onnx(graph, dict(classes=("dog", "person")))
         assert str(ROOT).encode() not in content
