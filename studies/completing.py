@@ -22,7 +22,7 @@ import torch
 
 from damex.errors import ConfigError
 from damex.workbench.api import run_damex
-from damex.workbench.cli.run import Jobs, Seeds, program, run_command
+from damex.workbench.cli.run import Device, Jobs, Seeds, program, run_command
 from damex.workbench.complete.thresholds import right_ones
 
 CONFIG = "configs/real/missing_labels.py"
@@ -68,6 +68,7 @@ def completing(
     epochs: int = 2,
     work_dir: Path = Path("work_dirs/missing_labels"),
     jobs: Jobs = 2,
+    device: Device = None,
 ) -> None:
     """Train all arms, seed by seed, and print their scores.
 
@@ -79,14 +80,20 @@ def completing(
         epochs: Length of an arm, in epochs of 300 iterations; an even number.
         work_dir: Folder of the runs.
         jobs: Trainings at a time.
+        device: Of all trainings; default: a GPU if there is one.
     """
     names = [folder.name for folder in sorted(halves.iterdir()) if folder.is_dir()]
     names = [name for name in names if name.endswith(("_a", "_b"))]
     if epochs % 2:
         raise ConfigError(f"--epochs must be even, for two halves, got {epochs}.")
-    train = partial(_train, moe=moe, work_dir=work_dir / f"{moe}-{epochs}")
+    given = [] if device is None else ["--device", device]
+    train = partial(
+        _train, moe=moe, work_dir=work_dir / f"{moe}-{epochs}", device=given
+    )
     every = [Job(arm, seed) for seed in seeds for arm in arms]
-    step = partial(_run, train=train, halves=halves, names=names, epochs=epochs)
+    step = partial(
+        _run, train=train, halves=halves, names=names, epochs=epochs, device=given
+    )
     with ThreadPoolExecutor(jobs) as pool:
         for job, (mean, each) in zip(every, pool.map(step, every), strict=True):
             print(f"{job.arm} seed {job.seed}: mean AP {mean:.3f} {each}", flush=True)
@@ -99,6 +106,7 @@ def _run(
     halves: Path,
     names: Sequence[str],
     epochs: int,
+    device: Sequence[str],
 ) -> tuple[float, dict[str, float]]:
     """Run one arm with one seed; its mean AP, and that of each half."""
     folders = [halves / name for name in names]
@@ -114,7 +122,8 @@ def _run(
     checkpoint = str(teacher / f"epoch_{epochs // 2}.pth")
     done = teacher / "completed"
     if not done.exists():
-        run_damex(["data", "complete", checkpoint, "--out", str(done)], verbose=False)
+        completed = ("--out", str(done), *device)
+        run_damex(["data", "complete", checkpoint, *completed], verbose=False)
     folders = [done / name for name in names]
     return _scores(half(job.arm, folders=folders, options={"load_from": checkpoint}))
 
@@ -127,6 +136,7 @@ def _train(
     epochs: int,
     moe: str,
     work_dir: Path,
+    device: Sequence[str],
     options: Options = MappingProxyType({}),
 ) -> Path:
     """Train unless it is done; returns the folder of the run."""
@@ -137,7 +147,7 @@ def _train(
         settings = {"moe": moe, "max_epochs": epochs, "randomness.seed": seed}
         words = [f"{k}={v}" for k, v in {**settings, **entries, **options}.items()]
         run = ("--work-dir", str(folder), "--cfg-options", *words)
-        run_damex(["train", CONFIG, "--device", "cpu", *run], verbose=False)
+        run_damex(["train", CONFIG, *device, *run], verbose=False)
     return folder
 
 

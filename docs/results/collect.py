@@ -24,7 +24,10 @@ from damex.workbench.headroom.baselines import SINGLES, single_name
 
 
 def machine() -> str:
-    """The kind of CPU, its vectors, the commit and the versions, in a line."""
+    """The GPU or the kind of CPU, its vectors, the commit and the versions, in a line.
+
+    A machine with a GPU is taken to have trained on it.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text("utf-8").splitlines() if cpuinfo.is_file() else []
     models = {line.partition(": ")[2] for line in lines if line.startswith("model na")}
@@ -32,8 +35,9 @@ def machine() -> str:
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     vectors = torch.backends.cpu.get_cpu_capability()
     installed = [f"{name} {number}" for name, number in versions().items()]
+    gpus = [torch.cuda.get_device_name()] if torch.cuda.is_available() else []
     return ", ".join(
-        [*(sorted(models) or [platform.machine()]), vectors, commit, *installed]
+        [*gpus, *(sorted(models) or [platform.machine()]), vectors, commit, *installed]
     )
 
 
