@@ -95,8 +95,13 @@ def completing(
         _run, train=train, halves=halves, names=names, epochs=epochs, device=given
     )
     with ThreadPoolExecutor(jobs) as pool:
-        for job, (mean, each) in zip(every, pool.map(step, every), strict=True):
-            print(f"{job.arm} seed {job.seed}: mean AP {mean:.3f} {each}", flush=True)
+        try:
+            for job, (mean, each) in zip(every, pool.map(step, every), strict=True):
+                name = f"{job.arm} seed {job.seed}"
+                print(f"{name}: mean AP {mean:.3f} {each}", flush=True)
+        except BaseException:  # Ctrl-C, too: what has not started does not start
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _run(

@@ -324,9 +324,12 @@ def versions() -> dict[str, str]:
 
 
 def _peak_memory_mib() -> float | None:
-    """Peak memory of the GPU if there is one, else of this process."""
+    """What torch holds of the GPU's memory if there is one, else that of this process.
+
+    LoggerHook resets the peaks whenever it logs; what is reserved does not shrink.
+    """
     if torch.cuda.is_available():
-        return round(torch.cuda.max_memory_allocated() / 2**20, 1)
+        return round(torch.cuda.max_memory_reserved() / 2**20, 1)
     try:
         import resource
     except ImportError:  # Windows

@@ -176,9 +176,9 @@ COMPLETING = {
 }
 
 
-def completing() -> str:
+def completing(file: str = "completing") -> str:
     """What is done about missing labels, on halves of a real dataset."""
-    arms = arms_of("completing")
+    arms = arms_of(file)
     datasets = list(arms["negatives"]["datasets"])
     lines = [
         [
@@ -299,6 +299,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "seven-datasets": partial(real, "one_or_seven"),
     "seven-datasets-by-dataset": partial(real_by_dataset, "one_or_seven"),
     "completing": completing,
+    "completing-on-a-gpu": partial(completing, "completing_gpu"),
     "split-labels": split_labels,
     "worlds": worlds,
     "worlds-conditions": worlds_conditions,

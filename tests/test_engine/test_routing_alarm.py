@@ -61,7 +61,7 @@ def train(build, make_batch, quick_runner, tmp_path):
 
 
 def only_expert_1(logits):
-    return logits * 0.001 + 10 * torch.eye(logits.shape[1])[1]
+    return logits * 0.001 + 10 * torch.eye(logits.shape[1]).to(logits)[1]
 
 
 def test_a_planted_collapse_is_named(train):
@@ -88,7 +88,7 @@ def test_short_epochs_are_judged_together(train):
 def by_place(logits):
     """A router whose choice goes round among the experts."""
     experts = torch.arange(len(logits)) % logits.shape[1]
-    return logits * 0.001 + 10 * torch.eye(logits.shape[1])[experts]
+    return logits * 0.001 + 10 * torch.eye(logits.shape[1]).to(logits)[experts]
 
 
 def test_an_even_load_is_silent(train):

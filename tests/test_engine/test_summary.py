@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mmdet.structures import DetDataSample
+from mmengine.device import get_max_cuda_memory
 from mmengine.structures import InstanceData
 from PIL import Image
 from rich.console import Console
@@ -192,6 +193,23 @@ def test_seconds_are_of_what_was_trained_and_not_of_evaluations(tmp_path, monkey
     assert (found["iterations"], found["trained_iterations"]) == (40, 10)
     assert found["train_seconds"] == 10.0
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_logging_does_not_lower_the_peak_memory_of_a_gpu(monkeypatch):
+    """What torch keeps of blocks that were freed; MiB of it, once the peaks are reset."""
+    peaks = {"allocated": 2.0**30, "reserved": 2.0**31}
+    now = {"allocated": 2.0**27, "reserved": 2.0**31}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda: peaks.update(now)
+    )
+    for kind in peaks:
+        name = f"max_memory_{kind}"
+        monkeypatch.setattr(
+            torch.cuda, name, lambda device=None, kind=kind: int(peaks[kind])
+        )
+    assert get_max_cuda_memory(torch.device("cpu")) == 1024
+    assert summary._peak_memory_mib() == 2048
 
 
 def test_the_printed_command_can_be_typed(build, tmp_path, capsys):
