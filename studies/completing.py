@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -35,12 +35,14 @@ ARMS: Mapping[str, Options] = MappingProxyType(
         "ignored_if_found": {"model.ignore_unannotated_classes": "0.15"},
     }
 )
-# Arms that are completed after half of the time: what their teacher is trained with.
-TEACHERS: Mapping[str, str] = MappingProxyType(
+# Arms that are completed after half of the time: what their teacher is trained with,
+# and what they go on with.
+TEACHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
-        "completed": "negatives",
-        "completed_from_ignored": "ignored",
-        "completed_from_ignored_if_found": "ignored_if_found",
+        "completed": ("negatives", "negatives"),
+        "completed_from_ignored": ("ignored", "negatives"),
+        "completed_from_ignored_if_found": ("ignored_if_found", "negatives"),
+        "completed_and_ignored_if_found": ("ignored_if_found", "ignored_if_found"),
     }
 )
 app = program(
@@ -86,17 +88,20 @@ def completing(
     names = [name for name in names if name.endswith(("_a", "_b"))]
     if epochs % 2:
         raise ConfigError(f"--epochs must be even, for two halves, got {epochs}.")
-    given = [] if device is None else ["--device", device]
-    train = partial(
-        _train, moe=moe, work_dir=work_dir / f"{moe}-{epochs}", device=given
-    )
+    given = () if device is None else ("--device", device)
+    study = Study(halves, names, moe, epochs, work_dir / f"{moe}-{epochs}", given)
     every = [Job(arm, seed) for seed in seeds for arm in arms]
-    step = partial(
-        _run, train=train, halves=halves, names=names, epochs=epochs, device=given
-    )
+    lessons = dict.fromkeys(TEACHERS[arm][0] for arm in arms if arm in TEACHERS)
+    teachers = [Job(lesson, seed) for seed in seeds for lesson in lessons]
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            for job, (mean, each) in zip(every, pool.map(step, every), strict=True):
+            for _ in pool.map(
+                study.teach, teachers
+            ):  # before the arms, which share them
+                pass
+            for job, (mean, each) in zip(
+                every, pool.map(study.run, every), strict=True
+            ):
                 name = f"{job.arm} seed {job.seed}"
                 print(f"{name}: mean AP {mean:.3f} {each}", flush=True)
         except BaseException:  # Ctrl-C, too: what has not started does not start
@@ -104,56 +109,54 @@ def completing(
             raise
 
 
-def _run(
-    job: Job,
-    *,
-    train: Callable[..., Path],
-    halves: Path,
-    names: Sequence[str],
-    epochs: int,
-    device: Sequence[str],
-) -> tuple[float, dict[str, float]]:
-    """Run one arm with one seed; its mean AP, and that of each half."""
-    folders = [halves / name for name in names]
-    if job.arm == "all_labels":
-        folders = [halves / "all_labels" / name for name in names]
-    if job.arm not in TEACHERS:
-        options = ARMS.get(job.arm, {})
-        run = train(job.arm, job.seed, folders, epochs=epochs, options=options)
-        return _scores(run)
-    lesson = TEACHERS[job.arm]
-    half = partial(train, seed=job.seed, epochs=epochs // 2)
-    teacher = half(f"teacher_{lesson}", folders=folders, options=ARMS[lesson])
-    checkpoint = str(teacher / f"epoch_{epochs // 2}.pth")
-    done = teacher / "completed"
-    if not done.exists():
-        completed = ("--out", str(done), *device)
-        run_damex(["data", "complete", checkpoint, *completed], verbose=False)
-    folders = [done / name for name in names]
-    return _scores(half(job.arm, folders=folders, options={"load_from": checkpoint}))
+@dataclass(frozen=True)
+class Study:
+    """What all trainings share; ``names`` are the folders of the halves."""
 
+    halves: Path
+    names: Sequence[str]
+    moe: str
+    epochs: int
+    work_dir: Path
+    device: Sequence[str]
 
-def _train(
-    arm: str,
-    seed: int,
-    folders: Sequence[Path],
-    *,
-    epochs: int,
-    moe: str,
-    work_dir: Path,
-    device: Sequence[str],
-    options: Options = MappingProxyType({}),
-) -> Path:
-    """Train unless it is done; returns the folder of the run."""
-    folder = work_dir / arm / f"seed{seed}"
-    if not (folder / "summary.json").exists():
-        entries = {f"mixture.{n}.root": str(path) for n, path in enumerate(folders)}
-        entries |= {f"mixture.{n}.name": path.name for n, path in enumerate(folders)}
-        settings = {"moe": moe, "max_epochs": epochs, "randomness.seed": seed}
-        words = [f"{k}={v}" for k, v in {**settings, **entries, **options}.items()]
-        run = ("--work-dir", str(folder), "--cfg-options", *words)
-        run_damex(["train", CONFIG, *device, *run], verbose=False)
-    return folder
+    def teach(self, job: Job) -> None:
+        """Train a teacher for half of the time, and write the labels that it finds."""
+        epochs, name = self.epochs // 2, f"teacher_{job.arm}"
+        options = ARMS[job.arm]
+        teacher = self._train(name, job.seed, self.halves, epochs, options)
+        done = teacher / "completed"
+        if not done.exists():
+            checkpoint = str(teacher / f"epoch_{epochs}.pth")
+            completed = ("--out", str(done), *self.device)
+            run_damex(["data", "complete", checkpoint, *completed], verbose=False)
+
+    def run(self, job: Job) -> tuple[float, dict[str, float]]:
+        """Run one arm with one seed; its mean AP, and that of each half."""
+        options, epochs, source = ARMS.get(job.arm, {}), self.epochs, self.halves
+        if job.arm == "all_labels":
+            source = self.halves / "all_labels"
+        if job.arm in TEACHERS:
+            lesson, own = TEACHERS[job.arm]
+            teacher = self.work_dir / f"teacher_{lesson}" / f"seed{job.seed}"
+            epochs, source = epochs // 2, teacher / "completed"
+            options = {**ARMS[own], "load_from": str(teacher / f"epoch_{epochs}.pth")}
+        return _scores(self._train(job.arm, job.seed, source, epochs, options))
+
+    def _train(
+        self, arm: str, seed: int, source: Path, epochs: int, options: Options
+    ) -> Path:
+        """Train unless it is done; returns the folder of the run."""
+        folder = self.work_dir / arm / f"seed{seed}"
+        if not (folder / "summary.json").exists():
+            settings = {"moe": self.moe, "max_epochs": epochs, "randomness.seed": seed}
+            for number, name in enumerate(self.names):
+                settings[f"mixture.{number}.root"] = source / name
+                settings[f"mixture.{number}.name"] = name
+            words = [f"{k}={v}" for k, v in {**settings, **options}.items()]
+            run = ("--work-dir", str(folder), "--cfg-options", *words)
+            run_damex(["train", CONFIG, *self.device, *run], verbose=False)
+        return folder
 
 
 @app.command

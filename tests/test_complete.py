@@ -12,6 +12,7 @@ import damex
 from damex.__main__ import main
 from damex.datasets.mixture import MixtureDataset
 from damex.errors import ConfigError, DataError
+from damex.models.dataset_awareness import DatasetAwareness, DatasetAwarenessConfig
 from damex.options import option_of
 from damex.workbench.api import Detector
 from damex.workbench.complete.complete import write_completed
@@ -199,6 +200,12 @@ def test_detections_become_labels_or_are_ignored(folders, tmp_path):
     sample = dataset[0]["data_samples"]
     assert sorted(sample.gt_instances.labels.tolist()) == [0, 1]
     assert sample.ignored_instances.labels.tolist() == [1, 1]
+    # A detector does not label all objects: what else it finds can be ignored.
+    ignored = DatasetAwareness(
+        DatasetAwarenessConfig(ignore_unannotated_classes=0.15),
+        dataset.label_space.coverage(), num_classes=2, embed_dims=4,
+    ).ignored_if_found([sample, dataset[2]["data_samples"]])  # fmt: skip
+    assert ignored["unannotated_BC"].tolist() == [[False, True], [True, False]]
     assert main(["data", "check", str(out / "cats"), "--quick"]) == 0
 
 

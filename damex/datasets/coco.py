@@ -32,9 +32,7 @@ class _NamedCoco(COCO):
             self.createIndex()
         self.cat_img_map, self.img_ann_map = self.catToImgs, self.imgToAnns
 
-    def get_cat_ids(
-        self, cat_names: Any = (), sup_names: Any = (), cat_ids: Any = ()
-    ) -> list[int]:
+    def get_cat_ids(self, cat_names: Any = (), *_: Any, **__: Any) -> list[int]:
         ids = {str(c["name"]): c["id"] for c in self.dataset["categories"]}
         return [ids[name] for name in cat_names]
 
@@ -88,10 +86,8 @@ class NamedCocoDataset(CocoDataset):
         check, self._check = self._check, None  # it may hold all that it has seen
         document, findings = read_json(path, location)
         if not findings:
-            given, folder = (
-                (document, location, expected),
-                Path(self.data_prefix["img"]),
-            )
+            given = (document, location, expected)
+            folder = Path(self.data_prefix["img"])
             records, findings = check(*given, folder) if check else check_coco(*given)
         raise_first(findings)
         assert records is not None
@@ -106,6 +102,7 @@ class NamedCocoDataset(CocoDataset):
                 record[flag] = int(bool(flag_of(record.get(flag))))
         known = records.categories
         categories = [c for c in document["categories"] if c["id"] in known]
+        self._predicted = [c["id"] for c in categories if flag_of(c.get("predicted"))]
         return _NamedCoco({**document, "annotations": usable, "categories": categories})
 
     def _log(self, findings: Iterable[Finding], location: Location) -> None:
@@ -125,11 +122,12 @@ class NamedCocoDataset(CocoDataset):
                 print_log(message, logger="current", level=level)
 
     def parse_data_info(self, raw_data_info: dict) -> dict:
-        """Parse one image; adds ``ground_truth`` in COCO format for evaluation."""
+        """Parse one image; adds COCO's ``ground_truth`` and ``predicted_labels``."""
         image = raw_data_info["raw_img_info"]
         info = super().parse_data_info(raw_data_info)
         for instance in info["instances"]:
             instance["bbox"] = _clip(instance["bbox"], image)
+        info["predicted_labels"] = [self.cat2label[key] for key in self._predicted]
         if self.test_mode:
             info["ground_truth"] = [
                 dict(

@@ -83,9 +83,9 @@ def local_seed(seed: int) -> Iterator[None]:
 class MixtureDataset(Dataset):
     """Concatenation of named datasets with a common list of classes.
 
-    ``dataset_id``, ``dataset_name`` and ``group_id`` are in the metainfo of every data
-    sample. Labels are mapped by name. ``metainfo`` is one dict and goes into the
-    checkpoint.
+    ``dataset_id``, ``dataset_name``, ``group_id`` and ``predicted_labels`` (classes
+    that a detector labeled) are in the metainfo of each data sample. Labels are mapped
+    by name. ``metainfo`` is one dict and goes into the checkpoint.
 
     Args:
         datasets: The entries of ``mixture``; see ``DatasetSpec``.
@@ -192,6 +192,7 @@ class MixtureDataset(Dataset):
             for instance in info.get(key, ()):
                 field = "label" if key == "ground_truth" else "bbox_label"
                 instance[field] = labels[instance[field]]
+        info["predicted_labels"] = [labels[i] for i in info.get("predicted_labels", ())]
         info.update(self._identities[source], sample_idx=int(index))
         return info
 
@@ -222,7 +223,8 @@ class MixtureDataset(Dataset):
     def _run_pipeline(self, index: int) -> dict[str, Any] | None:
         source, _ = self.locate(index)
         info = self.get_data_info(index)
-        identity = {**self._identities[source], "sample_idx": info["sample_idx"]}
+        added = {key: info[key] for key in ("predicted_labels", "sample_idx")}
+        identity = {**self._identities[source], **added}
         if self.test_mode:
             identity["ground_truth"] = info.get("ground_truth") or _as_ground_truth(
                 info["instances"]

@@ -324,10 +324,8 @@ def versions() -> dict[str, str]:
 
 
 def _peak_memory_mib() -> float | None:
-    """What torch holds of the GPU's memory if there is one, else that of this process.
-
-    LoggerHook resets the peaks whenever it logs; what is reserved does not shrink.
-    """
+    """Memory that torch reserves on a GPU, else the peak of this process."""
+    # LoggerHook resets the peaks; what is reserved does not shrink.
     if torch.cuda.is_available():
         return round(torch.cuda.max_memory_reserved() / 2**20, 1)
     try:

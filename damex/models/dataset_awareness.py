@@ -160,6 +160,8 @@ class DatasetAwareness(nn.Module):
             return {}
         ids_B = ids_of(samples, "dataset_id", self.annotated_SC.device)
         unannotated_BC = unannotated_classes(ids_B, self.annotated_SC)
+        for image, sample in enumerate(samples):
+            unannotated_BC[image, sample.get("predicted_labels", [])] = True
         return dict(unannotated_BC=unannotated_BC, above=above)
 
     def adjust(self, logits: Tensor) -> Tensor:

@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from mmengine.config import Config
 from mmengine.runner import Runner
+
+from damex.config_files import merge_options
+from damex.engine.config import build_runner
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,6 +79,18 @@ def write_config(tmp_path, two_datasets, write_config_to):
         return write_config_to(
             tmp_path, mixture=mixture or two_datasets, extra=extra, name=name
         )
+
+    return make
+
+
+@pytest.fixture
+def make_runner(write_config):
+    """A runner of the tiny detector: two datasets, 6 iterations in an epoch."""
+
+    def make(extra="", *, mixture=None, **options):
+        cfg = Config.fromfile(write_config(mixture=mixture, extra=extra))
+        merge_options(cfg, options)
+        return build_runner(cfg)
 
     return make
 

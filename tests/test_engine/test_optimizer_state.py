@@ -14,7 +14,6 @@ from mmengine.optim import (
 )
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
-from damex.config_files import merge_options
 from damex.engine.config import build_runner
 from damex.engine.optimizer_state import (
     check_resumable,
@@ -228,11 +227,9 @@ def test_what_cannot_be_taken_over_is_said_in_one_line(build, trained):
 
 
 @pytest.fixture
-def make_runner(write_config):
-    def make(extra="", **options):
-        cfg = Config.fromfile(write_config(extra=extra))
-        merge_options(cfg, options)
-        runner = build_runner(cfg)
+def make_runner(make_runner):
+    def make(*args, **options):
+        runner = make_runner(*args, **options)
         runner.optim_wrapper = runner.build_optim_wrapper(runner.optim_wrapper)
         schedulers = runner.build_param_scheduler(runner.param_schedulers)
         runner.param_schedulers = schedulers

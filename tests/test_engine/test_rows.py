@@ -5,10 +5,8 @@ import copy
 import pytest
 import torch
 from mmdet.registry import MODELS
-from mmengine.config import Config
 
-from damex.config_files import merge_options
-from damex.engine.config import build_runner, label_space_of
+from damex.engine.config import label_space_of
 from damex.engine.freezing import freeze_all_but
 from damex.engine.rows import RowNames, remap_notes, remap_rows
 from damex.errors import ConfigError
@@ -235,21 +233,11 @@ def test_names_in_checkpoints_of_all_versions_of_mmdet(meta, expected):
     assert RowNames.of_meta(meta) == expected
 
 
-@pytest.fixture
-def make_runner(write_config):
-    def make(mixture=None, **options):
-        cfg = Config.fromfile(write_config(mixture=mixture))
-        merge_options(cfg, dict(moe="damex_best", **options))
-        return build_runner(cfg)
-
-    return make
-
-
 def test_a_training_starts_from_rows_of_the_same_name(
     make_runner, two_datasets, monkeypatch
 ):
     """Four classes and two datasets in both, in another order."""
-    first = make_runner()
+    first = make_runner(moe="damex_best")
     first.model.init_weights()
     with torch.no_grad():
         for block in moe_blocks(first.model):
@@ -259,7 +247,7 @@ def test_a_training_starts_from_rows_of_the_same_name(
     path = f"{first.work_dir}/first.pth"
 
     def load(**options):
-        runner, logged = make_runner(load_from=path, **options), []
+        runner, logged = make_runner(moe="damex_best", load_from=path, **options), []
         monkeypatch.setattr(runner.logger, "warning", logged.append)
         runner.load_or_resume()
         return runner, logged

@@ -25,18 +25,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def make_runner(write_config):
-    """A runner of the tiny detector: two datasets, 6 iterations in an epoch."""
-
-    def make(extra="", **options):
-        cfg = Config.fromfile(write_config(extra=extra))
-        merge_options(cfg, options)
-        return build_runner(cfg)
-
-    return make
-
-
-@pytest.fixture
 def warnings_of_runners(monkeypatch):
     said = []
     monkeypatch.setattr(MMLogger, "warning", lambda self, text: said.append(text))

@@ -196,18 +196,15 @@ def test_seconds_are_of_what_was_trained_and_not_of_evaluations(tmp_path, monkey
 
 
 def test_logging_does_not_lower_the_peak_memory_of_a_gpu(monkeypatch):
-    """What torch keeps of blocks that were freed; MiB of it, once the peaks are reset."""
-    peaks = {"allocated": 2.0**30, "reserved": 2.0**31}
-    now = {"allocated": 2.0**27, "reserved": 2.0**31}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(
-        torch.cuda, "reset_peak_memory_stats", lambda: peaks.update(now)
+    """LoggerHook resets the peaks, which starts again from what is in use now."""
+    peaks = {"allocated": 2**30, "reserved": 2**31}
+    fake = SimpleNamespace(
+        is_available=lambda: True,
+        max_memory_allocated=lambda device=None: peaks["allocated"],
+        max_memory_reserved=lambda: peaks["reserved"],
+        reset_peak_memory_stats=lambda: peaks.update(allocated=2**27),
     )
-    for kind in peaks:
-        name = f"max_memory_{kind}"
-        monkeypatch.setattr(
-            torch.cuda, name, lambda device=None, kind=kind: int(peaks[kind])
-        )
+    monkeypatch.setattr(torch, "cuda", fake)
     assert get_max_cuda_memory(torch.device("cpu")) == 1024
     assert summary._peak_memory_mib() == 2048
 

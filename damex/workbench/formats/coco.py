@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from damex.datasets.coco_records import Records, parse_records, read_json
-from damex.datasets.coco_schema import LISTS, is_box, is_number
+from damex.datasets.coco_schema import LISTS, flag_of, is_box, is_number
 from damex.datasets.entries import Options, Summary
 from damex.datasets.findings import Location, raise_first
 from damex.errors import DataError
@@ -74,6 +74,8 @@ def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
         for category in document["categories"]:
             name = str(category["name"])
             names[name] = names.get(name, False) or name in kept
+            if flag_of(category.get("predicted")):
+                contents.predicted.add(name)
         samples = list(_samples(tree, path, records, summary))
         contents.samples += samples
         if (split := tree.split_of_table(path, files)) is not None:

@@ -57,7 +57,7 @@ FORMATS: tuple[Format, ...] = (
     KITTI_DETECTIONS,
 )
 # Part of the names of conversions: another one makes all of them anew.
-CONVERTER_VERSION = 1
+CONVERTER_VERSION = 2
 _SUMMARY_FILE = "summary.json"
 _DIGITS = 6  # decimals of a pixel
 
@@ -131,6 +131,9 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
         _settle_rotations(contents.samples, headers, summary)
         for split, samples in choose_splits(tree, contents, options, summary).items():
             document = coco_document(headers, split, samples, summary)
+            for category in document["categories"]:
+                if category["name"] in contents.predicted:
+                    category["predicted"] = True
             write_json(folder / f"{split}.json", {"info": info, **document})
     # Unannotated images are counted only in folders with annotated ones.
     used = {sample.image for sample in contents.samples}
@@ -210,16 +213,9 @@ def coco_document(
             continue
         if (boxes := _valid_boxes(sample, header, summary)) is None:
             continue
+        source = dict(file_name=sample.image, source=sample.source)
         width, height = header.shown
-        images.append(
-            dict(
-                id=len(images) + 1,
-                file_name=sample.image,
-                width=width,
-                height=height,
-                source=sample.source,
-            )
-        )
+        images.append(dict(id=len(images) + 1, width=width, height=height, **source))
         filled += bool(boxes)
         for box in boxes:
             counts[box.label] += 1

@@ -64,11 +64,13 @@ class Contents:
         splits: Samples by ``train``, ``val``, ``test`` or the name of another list;
             they may overlap and be incomplete.
         classes: Class names in the order of the format; None to sort those in use.
+        predicted: Classes of which a detector labeled some objects, and not all.
     """
 
     samples: list[Sample]
     splits: dict[str, list[Sample]] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None
+    predicted: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
