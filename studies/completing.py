@@ -35,14 +35,33 @@ ARMS: Mapping[str, Options] = MappingProxyType(
         "ignored_if_found": {"model.ignore_unannotated_classes": "0.15"},
     }
 )
-# Arms that are completed after half of the time: what their teacher is trained with,
-# and what they go on with.
-TEACHERS: Mapping[str, tuple[str, str]] = MappingProxyType(
+
+
+class Lesson(NamedTuple):
+    """An arm that is completed after half of the time: its first and second half.
+
+    With ``min_score``, all detections from there on become labels, right or wrong.
+    """
+
+    teacher: str
+    then: str = "negatives"
+    min_score: float | None = None
+
+    @property
+    def folder(self) -> str:
+        """Name of the folder of completed datasets, beside the teacher."""
+        return "completed" + ("" if self.min_score is None else f"_{self.min_score}")
+
+
+LESSONS: Mapping[str, Lesson] = MappingProxyType(
     {
-        "completed": ("negatives", "negatives"),
-        "completed_from_ignored": ("ignored", "negatives"),
-        "completed_from_ignored_if_found": ("ignored_if_found", "negatives"),
-        "completed_and_ignored_if_found": ("ignored_if_found", "ignored_if_found"),
+        "completed": Lesson("negatives"),
+        "completed_from_ignored": Lesson("ignored"),
+        "completed_from_ignored_if_found": Lesson("ignored_if_found"),
+        "completed_and_ignored_if_found": Lesson(
+            "ignored_if_found", "ignored_if_found"
+        ),
+        "completed_wrongly": Lesson("negatives", min_score=0.05),
     }
 )
 app = program(
@@ -65,7 +84,7 @@ def completing(
     /,
     *,
     seeds: Seeds = (1, 2, 3, 4, 5),
-    arms: tuple[str, ...] = (*ARMS, *TEACHERS, "all_labels"),
+    arms: tuple[str, ...] = (*ARMS, *LESSONS, "all_labels"),
     moe: str = "dense",
     epochs: int = 2,
     work_dir: Path = Path("work_dirs/missing_labels"),
@@ -89,21 +108,19 @@ def completing(
     if epochs % 2:
         raise ConfigError(f"--epochs must be even, for two halves, got {epochs}.")
     given = () if device is None else ("--device", device)
-    study = Study(halves, names, moe, epochs, work_dir / f"{moe}-{epochs}", given)
+    lessons = [LESSONS[arm] for arm in arms if arm in LESSONS]
+    folder = work_dir / f"{moe}-{epochs}"
+    study = Study(halves, names, moe, epochs, lessons, folder, given)
     every = [Job(arm, seed) for seed in seeds for arm in arms]
-    lessons = dict.fromkeys(TEACHERS[arm][0] for arm in arms if arm in TEACHERS)
-    teachers = [Job(lesson, seed) for seed in seeds for lesson in lessons]
+    teachers = dict.fromkeys(
+        Job(one.teacher, seed) for seed in seeds for one in lessons
+    )
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            for _ in pool.map(
-                study.teach, teachers
-            ):  # before the arms, which share them
-                pass
-            for job, (mean, each) in zip(
-                every, pool.map(study.run, every), strict=True
-            ):
-                name = f"{job.arm} seed {job.seed}"
-                print(f"{name}: mean AP {mean:.3f} {each}", flush=True)
+            list(pool.map(study.teach, teachers))  # first, as arms share them
+            for job, scores in zip(every, pool.map(study.run, every), strict=True):
+                text = "{:.3f} {}".format(*scores)
+                print(f"{job.arm} seed {job.seed}: mean AP {text}", flush=True)
         except BaseException:  # Ctrl-C, too: what has not started does not start
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -117,30 +134,33 @@ class Study:
     names: Sequence[str]
     moe: str
     epochs: int
+    lessons: Sequence[Lesson]
     work_dir: Path
     device: Sequence[str]
 
     def teach(self, job: Job) -> None:
         """Train a teacher for half of the time, and write the labels that it finds."""
-        epochs, name = self.epochs // 2, f"teacher_{job.arm}"
+        name, epochs = f"teacher_{job.arm}", self.epochs // 2
         options = ARMS[job.arm]
         teacher = self._train(name, job.seed, self.halves, epochs, options)
-        done = teacher / "completed"
-        if not done.exists():
-            checkpoint = str(teacher / f"epoch_{epochs}.pth")
-            completed = ("--out", str(done), *self.device)
-            run_damex(["data", "complete", checkpoint, *completed], verbose=False)
+        for lesson in self.lessons:
+            done = teacher / lesson.folder
+            if lesson.teacher == job.arm and not done.exists():
+                words = ["complete", str(teacher / f"epoch_{epochs}.pth"), *self.device]
+                if lesson.min_score is not None:
+                    words += ["--min-score", str(lesson.min_score)]
+                run_damex(["data", *words, "--out", str(done)], verbose=False)
 
     def run(self, job: Job) -> tuple[float, dict[str, float]]:
         """Run one arm with one seed; its mean AP, and that of each half."""
         options, epochs, source = ARMS.get(job.arm, {}), self.epochs, self.halves
         if job.arm == "all_labels":
             source = self.halves / "all_labels"
-        if job.arm in TEACHERS:
-            lesson, own = TEACHERS[job.arm]
-            teacher = self.work_dir / f"teacher_{lesson}" / f"seed{job.seed}"
-            epochs, source = epochs // 2, teacher / "completed"
-            options = {**ARMS[own], "load_from": str(teacher / f"epoch_{epochs}.pth")}
+        if job.arm in LESSONS:
+            lesson, epochs = LESSONS[job.arm], epochs // 2
+            teacher = self.work_dir / f"teacher_{lesson.teacher}" / f"seed{job.seed}"
+            source, last = teacher / lesson.folder, teacher / f"epoch_{epochs}.pth"
+            options = {**ARMS[lesson.then], "load_from": str(last)}
         return _scores(self._train(job.arm, job.seed, source, epochs, options))
 
     def _train(
