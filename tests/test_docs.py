@@ -49,7 +49,16 @@ REPOSITORY = re.compile(
     r"(?<![\w./-])((?:configs|damex|docs|studies|tests|tools)/[\w./*{},-]*[\w*}])"
 )
 # Names in examples of code.
-EXAMPLES = {"_delete_", "arms", "project", "start_scale", "GumbelGate", "MyNet"}
+EXAMPLES = {
+    "_delete_",
+    "arms",
+    "project",
+    "start_scale",
+    "GumbelGate",
+    "MyNet",
+    "MyDataset",
+    "MyHook",
+}
 # Files of the reader and of the build, and places to fill in.
 OTHERS = re.compile(r"configs/(my_|with_)\w+\.py|.*\b[A-Z]{3,}\b.*|docs/_build/.*")
 REGISTERED = {
