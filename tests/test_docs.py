@@ -49,7 +49,8 @@ REPOSITORY = re.compile(
     r"(?<![\w./-])((?:configs|damex|docs|studies|tests|tools)/[\w./*{},-]*[\w*}])"
 )
 # Names in examples of code.
-EXAMPLES = {*"_delete_ arms project start_scale GumbelGate MyNet MyDataset".split()}
+EXAMPLES = {"_delete_", "arms", "project", "start_scale"}
+EXAMPLES |= {"GumbelGate", "MyDataset", "MyNet"}
 # Files of the reader and of the build, and places to fill in.
 OTHERS = re.compile(r"configs/(my_|with_)\w+\.py|.*\b[A-Z]{3,}\b.*|docs/_build/.*")
 REGISTERED = {
