@@ -550,7 +550,7 @@ def test_averaged_weights_are_saved_resumed_and_evaluated(write_config, run, tmp
     def train(folder, *arguments):
         status, said = run("train", config, "--work-dir", folder, *arguments)
         assert (status, said) == (0, "")
-        return torch.load(folder / "epoch_2.pth", weights_only=False)
+        return torch.load(folder / "epoch_2.pth", "cpu", weights_only=False)
 
     whole = train(tmp_path / "whole")
     key = "bbox_head.reg_branches.0.0.weight"
