@@ -172,6 +172,8 @@ COMPLETING = {
     "completed": "`--complete`: 300 iterations, completed, 300 more",
     "completed_from_ignored": "the same, the first 300 with `True`",
     "completed_from_ignored_if_found": "the same, the first 300 with `0.15`",
+    "completed_and_ignored_if_found": "the same, all 600 with `0.15`",
+    "completed_wrongly": "the same without it; all detections from 0.05 are labels",
     "all_labels": "all labels: what could be reached",
 }
 
