@@ -14,10 +14,10 @@ LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
 LIMITS = {
     "core": (77, 18_500),
-    "hf": (5, 730),
+    "hf": (6, 750),
     "workbench": (57, 12_700),
     "tests": (149, 32_300),
-    "tests/test_hf": (6, 760),
+    "tests/test_hf": (6, 800),
 }
 
 

@@ -1,18 +1,15 @@
 """Transformers detectors that mmdet trains, evaluates and runs like its own.
 
-Axes: L layers, B images, Q queries, R queries of all images, C classes, K boxes of an
-image.
+Axes: B images, Q queries, C classes, K boxes of an image.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
-import torch
-from mmdet.models.dense_heads import DeformableDETRHead
 from mmdet.models.detectors import BaseDetector
 from mmdet.registry import MODELS
 from mmdet.structures.bbox import bbox_xyxy_to_cxcywh
@@ -29,48 +26,12 @@ from damex.hf.families import (
     sites_of,
     strides_of,
 )
+from damex.hf.head import TransformersHead, seen_scores
 from damex.hf.weights import PREFIX, read_config
 from damex.models.config import MoEConfig
 from damex.models.dataset_classifier import class_scores
 from damex.models.detectors import RoutedDetector
 from damex.models.queries import check_cells
-
-CLASSIFICATION = ("vfl", "focal", "labels", "bce")  # names of Transformers' losses
-
-
-class ScoresOfLoss(nn.Module):
-    """Where damex ignores classes of unmatched queries, as in mmdet's ``loss_cls``."""
-
-    use_sigmoid = True
-
-    def forward(self, scores_RC: Tensor, labels_R: Tensor) -> Tensor:
-        """Return the scores as the hooks of :mod:`damex.models.ignoring` leave them."""
-        return scores_RC
-
-
-class TransformersHead(nn.Module):
-    """The outputs of a detector in mmdet's layout; the weights are the detector's.
-
-    Attributes:
-        cls_branches: The classifiers, the one that selects the queries last.
-    """
-
-    predict_by_feat: Callable[..., Any] = DeformableDETRHead.predict_by_feat
-    _predict_by_feat_single = DeformableDETRHead._predict_by_feat_single
-
-    def __init__(self, num_classes: int, test_cfg: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.num_classes = num_classes
-        self.test_cfg = test_cfg
-        self.loss_cls = ScoresOfLoss()
-        self.cls_branches: tuple[nn.Module, ...] = ()
-
-    def forward(self, logits_LBQC: Tensor, boxes_LBQ4: Tensor) -> tuple[Tensor, Tensor]:
-        """Return logits, and boxes (centre and size, relative to the image)."""
-        return logits_LBQC, boxes_LBQ4
-
-    def get_targets(self, logits_BQC: Tensor, boxes_BQ4: Sequence[Tensor]) -> None:
-        """Called before each loss; :mod:`damex.models.ignoring` reads the boxes."""
 
 
 class TransformersDetector(BaseDetector):
@@ -170,7 +131,7 @@ class TransformersDetector(BaseDetector):
         labels = [_labels_of(sample, size) for sample in batch_data_samples]
         ratio_B4 = _image_ratio(batch_data_samples, batch_inputs)
         self._check_cells(batch_inputs)
-        with _seen_scores(criterion_of(self.detr), self.bbox_head, ratio_B4):
+        with seen_scores(criterion_of(self.detr), self.bbox_head, ratio_B4):
             losses = dict(self.detr(pixel_values=batch_inputs, labels=labels).loss_dict)
         unused = getattr(self.detr.model, "denoising_class_embed", None)
         if unused is not None and not any(len(one["boxes"]) for one in labels):
@@ -202,13 +163,7 @@ class TransformersDetector(BaseDetector):
         self, batch_inputs: Tensor, batch_data_samples: list | None
     ) -> tuple[Tensor, Tensor]:
         self._check_cells(batch_inputs)
-        # Transformers caches tensors of a size; a training could not use those of
-        # inference mode.
-        with ExitStack() as stack:
-            if torch.is_inference_mode_enabled():
-                stack.enter_context(torch.inference_mode(False))
-                stack.enter_context(torch.no_grad())
-            found = self.detr(pixel_values=batch_inputs)
+        found = self.detr(pixel_values=batch_inputs)
         boxes_BQ4 = found.pred_boxes
         if batch_data_samples:
             ratio_B4 = _image_ratio(batch_data_samples, batch_inputs)
@@ -294,33 +249,3 @@ def _labels_of(sample: Any, size_4: Tensor) -> dict[str, Tensor]:
     truth = sample.gt_instances
     boxes_K4 = getattr(truth.bboxes, "tensor", truth.bboxes) / size_4
     return dict(class_labels=truth.labels, boxes=bbox_xyxy_to_cxcywh(boxes_K4))
-
-
-@contextmanager
-def _seen_scores(criterion: Any, head: Any, ratio_B4: Tensor) -> Iterator[None]:
-    """Show all scores of classification losses to a head, which may change them.
-
-    Transformers creates its criterion in each step and has no place for a hook, so the
-    method of the class is replaced for the step.
-    """
-    get_loss = criterion.get_loss
-
-    def see(self: Any, loss: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if loss in CLASSIFICATION:
-            logits_BQC, (_, indices, *_) = outputs["logits"], args
-            labels_BQ = logits_BQC.new_full(
-                logits_BQC.shape[:2], head.num_classes, dtype=torch.long
-            )
-            for labels_Q, (query, _) in zip(labels_BQ, indices, strict=True):
-                labels_Q[query] = 0  # any class: the query is matched
-            boxes_BQ4 = outputs["pred_boxes"] / ratio_B4.unsqueeze(1)
-            head.get_targets(logits_BQC, [*boxes_BQ4])
-            scores_RC = head.loss_cls(logits_BQC.flatten(0, 1), labels_BQ.flatten())
-            outputs = {**outputs, "logits": scores_RC.view_as(logits_BQC)}
-        return get_loss(self, loss, outputs, *args, **kwargs)
-
-    criterion.get_loss = see
-    try:
-        yield
-    finally:
-        criterion.get_loss = get_loss

@@ -13,6 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 from damex.hf.adapters import MoEAdapter
 from damex.hf.families import build_model
+from damex.hf.head import TransformersHead, seen_scores
 from damex.models.context import RoutingContext
 
 # Height and width; 64 x 96 and 64 x 64 become 64 x 96 in a batch.
@@ -297,6 +298,37 @@ def test_a_crowd_teaches_nothing_of_its_class(
             labels=torch.tensor([2]),
         )
     assert taught_classes(detector, batch, run_loss, total) == [0, 1, 3]
+
+
+def test_a_loss_is_shown_as_to_mmdets_heads():
+    """Of the input, the first image is half the width and a quarter of the height."""
+
+    class Criterion:
+        def get_loss(self, loss, outputs, targets, indices, num_boxes):
+            return outputs["logits"]
+
+    before, seen = Criterion.get_loss, []
+    head = TransformersHead(3, {})
+    head.get_targets = lambda logits, boxes: seen.append(torch.stack(boxes))
+    head.loss_cls.register_forward_pre_hook(
+        lambda module, inputs: (inputs[0] + 1, seen.append(inputs[1]))
+    )
+    outputs = dict(
+        logits=torch.zeros(2, 2, 3),
+        pred_boxes=torch.tensor([[[0.25, 0.125, 0.1, 0.05]] * 2] * 2),
+    )
+    matched = [(torch.tensor([1]), torch.tensor([0])), (torch.tensor([]).long(),) * 2]
+    ratio_B4 = torch.tensor([[0.5, 0.25, 0.5, 0.25], [1.0] * 4])
+    with seen_scores(Criterion, head, ratio_B4):
+        changed = Criterion().get_loss("vfl", outputs, None, matched, 1)
+        same = Criterion().get_loss("boxes", outputs, None, matched, 1)
+    assert Criterion.get_loss is before
+    assert torch.equal(changed, torch.ones(2, 2, 3))
+    assert torch.equal(same, torch.zeros(2, 2, 3))
+    boxes_BQ4, labels_R = seen
+    torch.testing.assert_close(boxes_BQ4[0], torch.tensor([[0.5, 0.5, 0.2, 0.2]] * 2))
+    assert torch.equal(boxes_BQ4[1], outputs["pred_boxes"][1])
+    assert labels_R.tolist() == [3, 0, 3, 3]  # 3 is no class: no object is matched
 
 
 @pytest.mark.parametrize(

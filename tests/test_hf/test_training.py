@@ -10,7 +10,10 @@ from mmengine.config import Config
 
 from damex.config_files import PlainConfig
 from damex.engine.config import build_runner
+from damex.errors import ConfigError
 from damex.inference.predictor import Predictor
+from damex.inference.stored import DetectorCheckpoint
+from damex.workbench.export.specialist import extract
 from tests.conftest import CONFIGS
 from tests.test_hf.two_processes import build, gradients
 
@@ -66,6 +69,9 @@ def test_a_training_is_scored_resumed_and_used(train, tmp_path, two_datasets):
         assert one.boxes.max() <= 48.5
     scores = predictor.evaluate()
     assert scores["mean_ap"] == pytest.approx(summary["mean_ap"], abs=1e-6)
+    stored = DetectorCheckpoint.read(str(work / "epoch_2.pth"))
+    with pytest.raises(ConfigError, match="has a Transformers model, which no dense"):
+        extract(stored, "park")
 
 
 def test_two_processes_learn_what_one_learns(
