@@ -197,14 +197,14 @@ class MoETransformersDetector(RoutedDetector, TransformersDetector):
 
     @classmethod
     def complete(cls, cfg: Any) -> None:
-        """Put the config of ``model.name`` into a config, which then needs it no more.
+        """Replace ``model.name`` by the ``model.config`` that it leads to.
 
-        The weights become ``load_from``, if it names no others.
+        Its weights become ``load_from``, if that names no others.
         """
         model = cfg["model"]
         name = model.pop("name", None)
         if name is not None:
-            model["config"] = {**read_config(name), **(model.get("config") or {})}
+            model["config"] = read_config(name)
             if cfg.get("load_from") is None:
                 cfg["load_from"] = f"{PREFIX}{name}"
 

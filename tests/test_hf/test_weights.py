@@ -40,7 +40,6 @@ def completed(folder, model_of, family, two_datasets):
     cfg = Config.fromfile(CONFIGS / "hf" / "rt-detr-v2-tiny_1xb8-4e_toy.py")
     cfg.mixture, cfg.work_dir = two_datasets, "work"
     cfg.model.test_cfg.max_per_img = 10
-    del cfg.model["config"]
     cfg.model.name = str(folder)
     found, _ = complete_config(cfg)
     return found
