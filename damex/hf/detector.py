@@ -115,7 +115,8 @@ class TransformersDetector(BaseDetector):
     @property
     def backbone(self) -> nn.Module:
         """The backbone of the model."""
-        return self.detr.model.backbone
+        model = self.detr.model
+        return model.conv_encoder if hasattr(model, "conv_encoder") else model.backbone
 
     def init_weights(self) -> None:
         """Do nothing: the weights were drawn by Transformers."""

@@ -6,7 +6,6 @@ is imported when a detector is built, since damex does not need it otherwise.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from types import MappingProxyType
@@ -21,14 +20,14 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         "rt_detr_v2": "transformers.loss.loss_rt_detr.RTDetrLoss",
         "d_fine": "transformers.loss.loss_d_fine.DFineLoss",
+        "deimv2": "transformers.loss.loss_deimv2.Deimv2Loss",
     }
 )
-BACKBONES = ("rt_detr_resnet", "hgnet_v2", "timm_backbone")
-LAYERS = ("encoder_layers", "decoder_layers")
+BACKBONES = ("rt_detr_resnet", "hgnet_v2")
 # Set by damex, or of no use to it.
 LEFT_OUT = frozenset(
     {"id2label", "label2id", "num_labels", "architectures", "dtype", "_name_or_path"}
-    | {"transformers_version", "use_pretrained_backbone", "model_type"}
+    | {"transformers_version", "model_type"}
 )
 # Names of the detector's heads: of the layers, and of the cells that become queries.
 CLASS_HEADS = ("model.decoder.class_embed", "model.enc_score_head")
@@ -73,6 +72,11 @@ def build_model(config: Mapping[str, Any], num_classes: int) -> Any:
             f"model.config.decoder_in_channels is {list(full.decoder_in_channels)}, "
             f"but the encoder gives maps of encoder_hidden_dim={width} channels; set "
             "each of them to this number."
+        )
+    if getattr(full, "encoder_type", "hybrid") != "hybrid":
+        raise ConfigError(
+            f"model.config.encoder_type is {full.encoder_type!r}, which damex does not "
+            "support; it supports 'hybrid'."
         )
     model = library.AutoModelForObjectDetection.from_config(full)
     without_aliases(model)
@@ -142,14 +146,11 @@ def _config_class(config: Mapping[str, Any], where: str, known: Sequence[str]) -
 
 
 def _backbone_config(config: Mapping[str, Any]) -> Any:
-    """Build the config of a backbone that is not pretrained."""
+    """Build the config of a backbone."""
     where = "model.config.backbone_config"
     kind = _config_class(config, where, BACKBONES)
-    name = config.get("backbone")
-    if name is not None and re.fullmatch(r"[\w.]+", str(name)) is None:
-        raise ConfigError(f"{where}.backbone must be the name of a timm model: {name}.")
     try:
-        return kind(**_arguments(config, kind, where), use_pretrained_backbone=False)
+        return kind(**_arguments(config, kind, where))
     except Exception as error:  # as above
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
 

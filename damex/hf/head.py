@@ -13,7 +13,7 @@ import torch
 from mmdet.models.dense_heads import DeformableDETRHead
 from torch import Tensor, nn
 
-CLASSIFICATION = "vfl"  # the name of both families
+CLASSIFICATION = ("vfl", "mal")  # names of Transformers' losses
 
 
 class ScoresOfLoss(nn.Module):
@@ -61,7 +61,7 @@ def seen_scores(criterion: Any, head: Any, ratio_B4: Tensor) -> Iterator[None]:
     get_loss = criterion.get_loss
 
     def see(self: Any, loss: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if loss == CLASSIFICATION:
+        if loss in CLASSIFICATION:
             logits_BQC, (_, indices, *_) = outputs["logits"], args
             labels_BQ = logits_BQC.new_full(
                 logits_BQC.shape[:2], head.num_classes, dtype=torch.long

@@ -33,6 +33,7 @@ BACKBONES = {
         **MAPS,
     ),
 }
+BACKBONES["deimv2"] = BACKBONES["d_fine"]
 SMALL = dict(
     d_model=32,
     encoder_hidden_dim=32,

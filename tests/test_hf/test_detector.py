@@ -337,6 +337,7 @@ def test_a_loss_is_shown_as_to_mmdets_heads():
         (dict(config=dict(model_type="yolos")), "yolos.*supports rt_detr_v2, d_fine"),
         (dict(config=dict(decoder_layer=3)), "decoder_layer is unknown.*decoder_lay"),
         (dict(config=dict(encoder_hidden_dim=64)), "decoder_in_channels is .32, 32"),
+        (dict(config=dict(model_type="deimv2", encoder_type="lite")), "is 'lite', wh"),
         (dict(config=dict(num_queries="many")), "model.config: .*num_queries"),
         (dict(bbox_head=dict(num_classes=None)), "needs model.bbox_head.num_classes"),
         (dict(test_cfg=dict(max_per_img=81)), "can make 80 detections .*=81 asks"),
