@@ -49,6 +49,7 @@ class MoEAdapter(MoEFFN):
     ) -> None:
         super().__init__(moe, name=name, context=context, with_cp=with_cp)
         self.num_counted = num_counted
+        self.register_load_state_dict_pre_hook(_keep_new)
 
     def forward(  # type: ignore[override]
         self, tokens_BND: Tensor
@@ -65,6 +66,15 @@ class MoEAdapter(MoEFFN):
     def add_to(self, mlp: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
         """Forward hook of an FFN: add the experts' output."""
         return output + self(args[0])
+
+
+def _keep_new(
+    adapter: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Pre-load hook: experts that a plain model does not have stay as they are."""
+    if not any(key.startswith(prefix) for key in state):
+        own = adapter.state_dict()
+        state.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
 
 
 def insert_adapters(
