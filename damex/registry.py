@@ -9,7 +9,7 @@ from __future__ import annotations
 from mmdet.registry import MODELS
 
 # engine first: it imports mmdet silently
-from damex import engine, evaluation, moe  # noqa: F401
+from damex import engine, evaluation, hf, moe  # noqa: F401
 from damex.datasets import coco, mixture, sampler  # noqa: F401
 from damex.engine import console, optim, runner, summary  # noqa: F401
 from damex.engine.checkpoint import load_checkpoints_as_data

@@ -28,6 +28,7 @@ from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
 from PIL import Image
 from torch import nn
+from torch.utils._triton import has_triton_package
 
 import damex.registry  # noqa: F401
 
@@ -40,6 +41,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # torch needs it.
 if not torch.cuda.is_available():
     sys.modules["triton"] = None  # type: ignore[assignment]
+    has_triton_package.cache_clear()  # mmdet imports Transformers, which asks
 
 MMDET_CONFIGS = Path(mmdet.__file__).parent / ".mim" / "configs"
 CONFIGS = Path(__file__).parents[1] / "configs"

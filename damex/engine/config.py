@@ -148,7 +148,8 @@ def complete_config(cfg: Config | ConfigDict) -> tuple[PlainConfig, list[str]]:
     notes += set_image_size(cfg)
     cfg = resolve_config(cfg)
     notes += check_views(cfg)
-    check_detector(cfg["model"])
+    if complete := getattr(check_detector(cfg["model"]), "complete", None):
+        complete(cfg)
     check_answers(cfg["model"])
     set_length(cfg)
     for loader in LOADERS:
@@ -239,14 +240,17 @@ def check_answers(model: Mapping[str, Any]) -> None:
         )
 
 
-def check_detector(model: Any) -> None:
-    """Raise ConfigError for ``moe`` in another detector; drop ``moe=None`` there."""
+def check_detector(model: Any) -> Any:
+    """Return the class of a detector of damex, None for another.
+
+    There ``moe=None`` is dropped; another ``moe`` raises a ConfigError.
+    """
     kind = model.get("type")
     kind = MODELS.get(kind) if isinstance(kind, str) else kind
     if not isinstance(kind, type) or issubclass(kind, RoutedDetector):
-        return
+        return kind
     if model.pop("moe", None) is None:
-        return
+        return None
     routed = sorted(
         name
         for name, known in MODELS.module_dict.items()

@@ -20,8 +20,9 @@ from damex.errors import ConfigError
 from damex.models.blocks import MoEBlock
 from damex.models.queries import selects_by_first_class
 
-CLASSIFIERS = ("fc_cls", "cls_branches", "aux_cls_branches")
 LABELS = "dn_query_generator.label_embedding."
+HEADS = ("fc_cls", "cls_branches", "aux_cls_branches")
+OF_CLASSES = (*(f"bbox_head.{name}." for name in HEADS), LABELS)
 GROUP_EXPERTS = "group_experts_GE"
 
 
@@ -79,7 +80,7 @@ def row_keys(
     kind as the state dict's, but may have another size.
     """
     found: dict[str, list[RowKey]] = {}
-    starts = (*(f"bbox_head.{name}." for name in CLASSIFIERS), LABELS)
+    starts = getattr(detector, "class_rows", OF_CLASSES)
     for name in state if names.classes else ():
         if name.startswith(starts):
             found[name] = _class_keys(detector, name, state, names.classes or ())

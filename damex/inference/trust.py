@@ -120,6 +120,9 @@ _TEXTS = f"""
     FPN: add_extra_convs;
     upsample_cfg: mode;
     decoder: query_scale_type;
+    config: model_type activation_function encoder_activation_function
+        decoder_activation_function decoder_method encoder_fuse_op encoder_type;
+    backbone_config: model_type layer_type hidden_act out_features;
     {LOSSES}: reduction mode;
     BBoxL1Cost: box_format;
     IoUCost: iou_mode;

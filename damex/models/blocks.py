@@ -24,11 +24,7 @@ from damex.models.starts import (
     load_starts,
     phase_starts,
 )
-from damex.moe import (
-    FFNExperts,
-    MoELayer,
-    Packing,
-)
+from damex.moe import FFNExperts, MoELayer, Packing
 
 
 class MoEBlock(nn.Module):

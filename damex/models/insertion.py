@@ -25,11 +25,7 @@ from damex.models.starts import (
     shared_hidden_dims,
     split_hidden_dims,
 )
-from damex.moe import (
-    LoadBalanceLoss,
-    MoELayer,
-    TopKGate,
-)
+from damex.moe import LoadBalanceLoss, MoELayer, TopKGate
 
 # The modules of source papers register what only they need: functions that insert other
 # experts than FFNs, and builders of what a field of `moe` asks for.
@@ -78,7 +74,7 @@ def insert_moe(
     rows = tuple(insert(detector, config, context=context, num_groups=num_groups))
     blocks = moe_blocks(detector)
     _check_blocks(detector, blocks)
-    notes = [*_notes(blocks[0].moe)]
+    notes = [*layer_notes(blocks[0].moe)]
     if config.upcycling is not None:
         notes += [f"moe.upcycling: {note}" for note in gate_notes(blocks)]
     layout = shard_experts(config, blocks) if config.expert_parallel > 1 else ""
@@ -228,7 +224,7 @@ def _check_blocks(detector: nn.Module, blocks: Sequence[MoEBlock]) -> None:
         )
 
 
-def _notes(moe: MoELayer) -> Iterator[str]:
+def layer_notes(moe: MoELayer) -> Iterator[str]:
     """Warn about losses without an effect, misleading scores and untaught routers."""
     is_taught = any(loss.needs_groups for loss in moe.losses)
     if moe.group_experts_GE is not None:

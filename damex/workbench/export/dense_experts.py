@@ -43,6 +43,7 @@ def reject(
     blocks = moe_blocks(detector)
     shared = {
         "moe.channels": detector.channel_gating,
+        "a Transformers model": not hasattr(detector, "encoder"),
         "experts in its backbone": any(not isinstance(b, MoEFFN) for b in blocks),
     }
     for what, found in {**problems, **shared}.items():

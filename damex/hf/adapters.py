@@ -1,0 +1,168 @@
+"""Experts beside the FFNs of a Transformers detector.
+
+Axes: B images, N tokens, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from damex.errors import ConfigError
+from damex.models.blocks import MoEFFN
+from damex.models.build import build_layer, module_class
+from damex.models.config import MoEConfig
+from damex.models.context import RoutingContext
+from damex.models.insertion import InsertionReport, layer_notes
+from damex.models.sites import layer_numbers
+from damex.moe import MoELayer, SharedExpert
+
+SUPPORTED = frozenset(
+    {"layers", "num_experts", "router", "gate", "experts", "shared_expert", "losses"}
+    | {"with_cp", "teacher_forcing", "image_vote", "oracle"}
+)
+
+
+class MoEAdapter(MoEFFN):
+    """Experts whose output is added to that of a layer's own FFN.
+
+    The FFN is the shared expert. It stays where it is, with its weights under their own
+    names, and may be of any kind: the experts are added to its output by a hook.
+
+    Args:
+        num_counted: Number of tokens, at the end of each image, that are counted and
+            have routing losses; None for all. Transformers puts the denoising queries
+            first. They pass the experts, too.
+    """
+
+    def __init__(
+        self,
+        moe: MoELayer,
+        *,
+        name: str,
+        context: RoutingContext,
+        num_counted: int | None,
+        with_cp: bool,
+    ) -> None:
+        super().__init__(moe, name=name, context=context, with_cp=with_cp)
+        self.num_counted = num_counted
+        self.register_load_state_dict_pre_hook(_keep_new)
+
+    def forward(  # type: ignore[override]
+        self, tokens_BND: Tensor
+    ) -> Tensor:
+        """Return the output of the experts."""
+        total = tokens_BND.shape[1]
+        first = 0 if self.num_counted is None else total - self.num_counted
+        output_BND = self._route(tokens_BND[:, first:])
+        if first == 0:
+            return output_BND
+        denoising_BND = self._route(tokens_BND[:, :first], is_auxiliary=True)
+        return torch.cat([denoising_BND, output_BND], dim=1)
+
+    def add_to(self, mlp: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
+        """Forward hook of an FFN: add the experts' output."""
+        return output + self(args[0])
+
+
+def _keep_new(
+    adapter: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
+) -> None:
+    """Pre-load hook: experts that a plain model does not have stay as they are."""
+    if not any(key.startswith(prefix) for key in state):
+        own = adapter.state_dict()
+        state.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
+
+
+def insert_adapters(
+    sites: dict[str, list[nn.Module]],
+    config: MoEConfig,
+    *,
+    context: RoutingContext,
+    num_groups: int | None,
+    num_queries: int,
+) -> InsertionReport:
+    """Add experts to the ``mlp`` of chosen layers, as the layer's ``adapter``.
+
+    ``sites`` are the layers of encoder and decoder; ``num_groups`` is None outside of a
+    mixture.
+
+    Raises:
+        ConfigError: If a layer does not exist, or a part of ``moe`` replaces FFNs.
+    """
+    _check(config)
+    rows, layer = [], None
+    for component, number, site in _chosen(sites, config):
+        mlp: Any = site.mlp
+        width = next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
+        shared = dict(embed_dims=width, hidden_dims=1)
+        layer = build_layer(
+            config,
+            dict(embed_dims=width),
+            num_groups=num_groups,
+            shared_expert=shared,
+        )
+        layer.shared_expert = None  # the FFN is
+        site.adapter = MoEAdapter(
+            layer,
+            name=f"{component}.{number}",
+            context=context,
+            num_counted=num_queries if component == "decoder" else None,
+            with_cp=config.with_cp,
+        )
+        mlp.register_forward_hook(site.adapter.add_to)
+        dense, own = (_count(module) for module in (mlp, site.adapter))
+        rows.append(
+            f"{site.adapter.name}: {type(mlp).__name__} ({dense:,} parameters), "
+            f"beside it {layer.num_experts} experts ({own:,})"
+        )
+    assert layer is not None  # read_moe rejects a choice of no layer
+    return InsertionReport(tuple(rows), (*layer_notes(layer),))
+
+
+def _chosen(
+    sites: dict[str, list[nn.Module]], config: MoEConfig
+) -> Iterator[tuple[str, int, Any]]:
+    """Yield component, number and module of the layers that ``moe.layers`` selects."""
+    for component, chosen in config.layers.chosen.items():
+        layers = sites[component]
+        for number in layer_numbers(chosen, len(layers), component):
+            yield component, number, layers[number]
+
+
+def _check(config: MoEConfig) -> None:
+    """Reject what needs an FFN of mmdet, or was not tried beside others."""
+    default = MoEConfig(router={}, gate={}, experts={})
+    for name, value in vars(config).items():
+        if name not in SUPPORTED and value != vars(default)[name]:
+            raise ConfigError(
+                f"moe.{name} changes the FFNs of mmdet's detectors and is not "
+                "available in a MoETransformersDetector; leave it out."
+            )
+    if config.layers.backbone is not None:
+        raise ConfigError(
+            "moe.layers.backbone: a MoETransformersDetector takes experts in the "
+            "encoder and decoder; set moe.layers=dict(encoder='all', decoder='all')."
+        )
+    kind = module_class(config.experts)
+    if kind is not None and not getattr(kind, "needs_shared_expert", False):
+        raise ConfigError(
+            f"moe.experts is {kind.__name__!r}, copies of mmdet's FFN, which other "
+            "FFNs cannot be copied to; in a MoETransformersDetector experts stand "
+            "beside the FFN: set moe.experts=dict(type='LowRankExperts') and "
+            "moe.shared_expert=dict(type='SharedExpert'), as moe='damex_best' does."
+        )
+    shared = config.shared_expert
+    if shared is None or module_class(shared) is not SharedExpert or len(shared) > 1:
+        raise ConfigError(
+            "moe.shared_expert must be dict(type='SharedExpert') in a "
+            "MoETransformersDetector, whose own FFN it is, got "
+            f"{None if shared is None else dict(shared)}."
+        )
+
+
+def _count(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,252 @@
+"""Transformers detectors that mmdet trains, evaluates and runs like its own.
+
+Axes: B images, Q queries, C classes, K boxes of an image.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, cast
+
+from mmdet.models.detectors import BaseDetector
+from mmdet.registry import MODELS
+from mmdet.structures.bbox import bbox_xyxy_to_cxcywh
+from mmengine.logging import print_log
+from torch import Tensor, nn
+
+from damex.errors import ConfigError
+from damex.hf.adapters import insert_adapters
+from damex.hf.families import (
+    CLASS_ROWS,
+    build_model,
+    class_heads,
+    criterion_of,
+    sites_of,
+    strides_of,
+)
+from damex.hf.head import TransformersHead, seen_scores
+from damex.hf.weights import PREFIX, read_config
+from damex.models.config import MoEConfig
+from damex.models.dataset_classifier import class_scores
+from damex.models.detectors import RoutedDetector
+from damex.models.queries import check_cells
+
+
+class TransformersDetector(BaseDetector):
+    """A detector of Hugging Face's Transformers, with mmdet's contract.
+
+    Model, loss, matching and denoising are Transformers' own. The losses are returned
+    one by one, weighted, so that their sum is Transformers' loss. The model takes no
+    padding mask: show it letterboxed images of one size.
+
+    Ignored boxes (crowds) are no objects; a query in one, if no object is matched to
+    it, is not taught that its class is absent, as in damex's other detectors.
+
+    Args:
+        config: ``model_type`` and the arguments of the Transformers config, see
+            :func:`damex.hf.families.build_model`.
+        name: A folder, or a name on the hub, to read the config from in place of
+            ``config``. The weights come with ``load_from="hf://NAME"``; a config file
+            with ``name`` sets it.
+        bbox_head: ``num_classes``, filled in from the mixture.
+        test_cfg: ``max_per_img``, by default the number of queries.
+        data_preprocessor: Scales pixels to [0, 1]; ``pad_size_divisor`` must be a
+            multiple of the coarsest stride.
+        init_cfg: None; Transformers draws the weights.
+
+    Raises:
+        ConfigError: If Transformers is missing, the family is not supported, or an
+            argument is wrong.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: Mapping[str, Any] | None = None,
+        name: str | None = None,
+        bbox_head: Mapping[str, Any] | None = None,
+        test_cfg: Mapping[str, Any] | None = None,
+        data_preprocessor: Mapping[str, Any] | None = None,
+        init_cfg: Any = None,
+    ) -> None:
+        super().__init__(cast(Any, data_preprocessor), cast(Any, init_cfg))
+        num_classes = (bbox_head or {}).get("num_classes")
+        if num_classes is None or (config is None) == (name is None):
+            raise ConfigError(
+                "a Transformers detector needs model.bbox_head.num_classes, which a "
+                "mixture sets, and one of model.config=dict(model_type=...) and "
+                f"model.name=FOLDER, got num_classes={num_classes} and name={name!r}."
+            )
+        self.detr = build_model(config or read_config(str(name)), num_classes)
+        self.bbox_head = TransformersHead(num_classes, test_cfg or {})
+        self.bbox_head.cls_branches = (*class_heads(self.detr),)
+        self.strides = strides_of(self.detr.config)
+        self._check(data_preprocessor or {}, test_cfg or {})
+
+    def _check(
+        self, preprocessor: Mapping[str, Any], test_cfg: Mapping[str, Any]
+    ) -> None:
+        divisor, stride = preprocessor.get("pad_size_divisor", 1), self.strides[-1]
+        if divisor % stride:
+            raise ConfigError(
+                f"model.data_preprocessor.pad_size_divisor is {divisor}, but the "
+                f"feature maps have strides up to {stride}; set a multiple of it."
+            )
+        most = self.num_queries * self.bbox_head.num_classes
+        if test_cfg.get("max_per_img", 0) > most:
+            raise ConfigError(
+                f"model.config.num_queries={self.num_queries} can make {most} "
+                "detections per image, but model.test_cfg.max_per_img="
+                f"{test_cfg['max_per_img']} asks for more; set one of them."
+            )
+
+    @property
+    def num_queries(self) -> int:
+        """Number of queries that make detections."""
+        return self.detr.config.num_queries
+
+    @property
+    def embed_dims(self) -> int:
+        """Channels of the queries."""
+        return self.detr.config.d_model
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The backbone of the model."""
+        model = self.detr.model
+        return model.conv_encoder if hasattr(model, "conv_encoder") else model.backbone
+
+    def init_weights(self) -> None:
+        """Do nothing: the weights were drawn by Transformers."""
+        self._is_init = True
+
+    def extract_feat(self, batch_inputs: Tensor) -> Any:
+        """Not available: the parts of the model run together."""
+        raise NotImplementedError("a Transformers detector runs as a whole.")
+
+    def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
+        """Compute Transformers' losses, whose sum is its loss."""
+        size = _size_of(batch_inputs)
+        labels = [_labels_of(sample, size) for sample in batch_data_samples]
+        ratio_B4 = _image_ratio(batch_data_samples, batch_inputs)
+        self._check_cells(batch_inputs)
+        with seen_scores(criterion_of(self.detr), self.bbox_head, ratio_B4):
+            losses = dict(self.detr(pixel_values=batch_inputs, labels=labels).loss_dict)
+        unused = getattr(self.detr.model, "denoising_class_embed", None)
+        if unused is not None and not any(len(one["boxes"]) for one in labels):
+            first = next(iter(losses))  # DDP needs a gradient of each parameter
+            losses[first] = losses[first] + 0.0 * unused.weight.sum()
+        return losses
+
+    def predict(
+        self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True
+    ) -> list:
+        """Predict detections, the best of all queries and classes."""
+        outputs = self._outputs(batch_inputs, batch_data_samples)
+        metas = [sample.metainfo for sample in batch_data_samples]
+        found = self.bbox_head.predict_by_feat(
+            *outputs, batch_img_metas=metas, rescale=rescale
+        )
+        return self.add_pred_to_datasample(batch_data_samples, found)
+
+    def _forward(
+        self, batch_inputs: Tensor, batch_data_samples: list | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return logits (1, B, Q, C) and boxes (1, B, Q, 4) of the last layer.
+
+        Without samples, boxes are relative to the padded input.
+        """
+        return self._outputs(batch_inputs, batch_data_samples)
+
+    def _outputs(
+        self, batch_inputs: Tensor, batch_data_samples: list | None
+    ) -> tuple[Tensor, Tensor]:
+        self._check_cells(batch_inputs)
+        found = self.detr(pixel_values=batch_inputs)
+        boxes_BQ4 = found.pred_boxes
+        if batch_data_samples:
+            ratio_B4 = _image_ratio(batch_data_samples, batch_inputs)
+            boxes_BQ4 = boxes_BQ4 / ratio_B4.unsqueeze(1)
+        return self.bbox_head(found.logits.unsqueeze(0), boxes_BQ4.unsqueeze(0))
+
+    def _check_cells(self, images: Tensor) -> None:
+        height, width = images.shape[-2:]
+        cells = sum(-(-height // one) * -(-width // one) for one in self.strides)
+        check_cells(cells, self.num_queries)
+
+
+@MODELS.register_module()
+class MoETransformersDetector(RoutedDetector, TransformersDetector):
+    """A detector of Hugging Face's Transformers with experts beside its FFNs.
+
+    Of the options of dataset awareness it takes ``ignore_unannotated_classes``.
+    """
+
+    chooses_queries_by_class = True
+    class_rows = tuple(f"detr.{name}." for name in CLASS_ROWS)
+
+    def __init__(self, **kwargs: Any) -> None:
+        for key in ("label_prior", "dataset_head"):
+            if kwargs.get(key) is not None:
+                raise ConfigError(
+                    f"model.{key} is not available in a MoETransformersDetector; leave "
+                    "it out."
+                )
+        super().__init__(**kwargs)
+
+    @classmethod
+    def complete(cls, cfg: Any) -> None:
+        """Replace ``model.name`` by the ``model.config`` that it leads to.
+
+        Its weights become ``load_from``, if that names no others.
+        """
+        model = cfg["model"]
+        name = model.pop("name", None)
+        if name is not None:
+            model["config"] = read_config(name)
+            if cfg.get("load_from") is None:
+                cfg["load_from"] = f"{PREFIX}{name}"
+
+    def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
+        """Insert experts and log the report."""
+        report = insert_adapters(
+            sites_of(self.detr),
+            moe,
+            context=self.routing,
+            num_groups=num_groups,
+            num_queries=self.num_queries,
+        )
+        print_log(str(report), logger="current", level=logging.INFO)
+        for note in report.notes:
+            print_log(note, logger="current", level=logging.WARNING)
+
+    @contextmanager
+    def _step(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Open a routing step; in a training, classes may be ignored in all layers."""
+        with ExitStack() as stack:
+            stack.enter_context(super()._step(*args, **kwargs))
+            if self.awareness is not None and self.training:
+                layers = self.bbox_head.cls_branches[:-1]
+                stack.enter_context(class_scores(layers, self.awareness.adjust))
+            yield
+
+
+def _size_of(images: Tensor) -> Tensor:
+    """Width, height, width and height of padded images, in pixels."""
+    height, width = images.shape[-2:]
+    return images.new_tensor([width, height, width, height])
+
+
+def _image_ratio(samples: Sequence[Any], images: Tensor) -> Tensor:
+    """Sides of each image as shares (B, 4) of those of the padded input."""
+    sides = [sample.metainfo["img_shape"][1::-1] for sample in samples]
+    return images.new_tensor([[*side, *side] for side in sides]) / _size_of(images)
+
+
+def _labels_of(sample: Any, size_4: Tensor) -> dict[str, Tensor]:
+    """Objects of an image as Transformers takes them."""
+    truth = sample.gt_instances
+    boxes_K4 = getattr(truth.bboxes, "tensor", truth.bboxes) / size_4
+    return dict(class_labels=truth.labels, boxes=bbox_xyxy_to_cxcywh(boxes_K4))

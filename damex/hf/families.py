@@ -1,0 +1,182 @@
+"""Families of Transformers detectors: their configs, their parts, their losses.
+
+A family is here once the tests have proven it; others are refused by name. Transformers
+is imported when a detector is built, since damex does not need it otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any
+
+from torch import nn
+
+from damex.errors import ConfigError, did_you_mean
+
+# By ``model_type``: the class with the losses. The detectors have the same parts.
+FAMILIES: Mapping[str, str] = MappingProxyType(
+    {
+        "rt_detr_v2": "transformers.loss.loss_rt_detr.RTDetrLoss",
+        "d_fine": "transformers.loss.loss_d_fine.DFineLoss",
+        "deimv2": "transformers.loss.loss_deimv2.Deimv2Loss",
+    }
+)
+BACKBONES = ("rt_detr_resnet", "hgnet_v2")
+# Set by damex, or of no use to it.
+LEFT_OUT = frozenset(
+    {"id2label", "label2id", "num_labels", "architectures", "dtype", "_name_or_path"}
+    | {"transformers_version", "model_type"}
+)
+# Names of the detector's heads: of the layers, and of the cells that become queries.
+CLASS_HEADS = ("model.decoder.class_embed", "model.enc_score_head")
+CLASS_ROWS = (*CLASS_HEADS, "model.denoising_class_embed")
+# Second names of modules in `model.decoder`, which no forward reads.
+ALIASES = ("class_embed", "bbox_embed")
+
+
+def transformers() -> Any:
+    """Import Transformers; ConfigError if it is not installed."""
+    try:
+        return import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            "model.type='MoETransformersDetector' needs Transformers, which cannot be "
+            f"imported ({error}); install it: pip install 'damex[hf]'."
+        ) from error
+
+
+def build_model(config: Mapping[str, Any], num_classes: int) -> Any:
+    """Build a plain detector with random weights.
+
+    ``config`` has a ``model_type`` and the arguments of its Transformers config; what
+    is left out has the default of the family. Nothing is read or fetched.
+
+    Raises:
+        ConfigError: If the family or the backbone is not supported, or an argument is
+            unknown, invalid or does not fit the others.
+    """
+    library, config = transformers(), dict(config)
+    backbone = config.pop("backbone_config", None)
+    kind = _config_class(config, "model.config", [*FAMILIES])
+    if backbone is not None:
+        config["backbone_config"] = _backbone_config(backbone)
+    try:
+        full = kind(**_arguments(config, kind, "model.config"), num_labels=num_classes)
+    except Exception as error:  # the checks of a config raise many types
+        raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
+    width = full.encoder_hidden_dim
+    if {*full.decoder_in_channels} != {width}:
+        raise ConfigError(
+            f"model.config.decoder_in_channels is {list(full.decoder_in_channels)}, "
+            f"but the encoder gives maps of encoder_hidden_dim={width} channels; set "
+            "each of them to this number."
+        )
+    if getattr(full, "encoder_type", "hybrid") != "hybrid":
+        raise ConfigError(
+            f"model.config.encoder_type is {full.encoder_type!r}, which damex does not "
+            "support; it supports 'hybrid'."
+        )
+    model = library.AutoModelForObjectDetection.from_config(full)
+    without_aliases(model)
+    return model
+
+
+def without_aliases(model: nn.Module) -> None:
+    """Remove second names of modules, so that each parameter has one name."""
+    for name in ALIASES:
+        if hasattr(model, name):
+            delattr(model, name)
+
+
+def plain_config(config: Any) -> dict[str, Any]:
+    """Return what a Transformers config sets, as plain values for :func:`build_model`.
+
+    Raises:
+        ConfigError: If the family is not supported.
+    """
+    values = config.to_dict()
+    kind = _config_class(values, "the model", [*FAMILIES])
+    found = _set_values(values, kind)
+    backbone = values.get("backbone_config")
+    if backbone is not None:
+        inner = _config_class(backbone, "the model's backbone_config", BACKBONES)
+        found["backbone_config"] = _set_values(backbone, inner)
+    return found
+
+
+def sites_of(model: Any) -> dict[str, list[nn.Module]]:
+    """Return the transformer layers of encoder and decoder, each with an ``mlp``."""
+    return dict(
+        encoder=[one for aifi in model.model.encoder.aifi for one in aifi.layers],
+        decoder=[*model.model.decoder.layers],
+    )
+
+
+def class_heads(model: nn.Module) -> list[nn.Module]:
+    """Return the linear classifiers, the one that selects the queries last."""
+    layers, cells = map(model.get_submodule, CLASS_HEADS)
+    return [*layers.children(), cells]
+
+
+def criterion_of(model: Any) -> Any:
+    """Return the class whose ``get_loss`` computes a model's losses."""
+    module, _, name = FAMILIES[model.config.model_type].rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def strides_of(config: Any) -> list[int]:
+    """Return the strides of the feature maps whose cells become queries."""
+    strides = [*config.feat_strides]
+    while len(strides) < config.num_feature_levels:
+        strides.append(2 * strides[-1])
+    return strides
+
+
+def _config_class(config: Mapping[str, Any], where: str, known: Sequence[str]) -> Any:
+    """Return the class of a config; ConfigError if the family is not supported."""
+    kind = config.get("model_type")
+    if kind not in known:
+        raise ConfigError(
+            f"{where} has model_type={kind!r}, which damex does not support; it "
+            f"supports {', '.join(known)}."
+        )
+    return transformers().CONFIG_MAPPING[kind]
+
+
+def _backbone_config(config: Mapping[str, Any]) -> Any:
+    """Build the config of a backbone."""
+    where = "model.config.backbone_config"
+    kind = _config_class(config, where, BACKBONES)
+    try:
+        return kind(**_arguments(config, kind, where))
+    except Exception as error:  # as above
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def _arguments(config: Mapping[str, Any], kind: Any, where: str) -> dict[str, Any]:
+    """Return the arguments in a config; Transformers would keep unknown ones silently.
+
+    mmengine's dicts and tuples become plain ones.
+    """
+    known = {*kind().to_dict(), "backbone_config", "out_features", "out_indices"}
+    found = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    for key in found:
+        if key not in known:
+            raise ConfigError(
+                f"{where}.{key} is unknown to {kind.__name__}; "
+                f"{did_you_mean(key, sorted(known))}"
+            )
+    return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
+
+
+def _set_values(values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
+    """Return the values that differ from the defaults of a config class."""
+    usual = kind().to_dict()
+    return {"model_type": values["model_type"]} | {
+        key: value
+        for key, value in values.items()
+        if key not in LEFT_OUT and key in usual and value != usual[key]
+        if not isinstance(value, Mapping)
+    }

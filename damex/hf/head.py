@@ -1,0 +1,81 @@
+"""The head of a Transformers detector: outputs and scores as mmdet's heads show them.
+
+Axes: L layers, B images, Q queries, R queries of all images, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from mmdet.models.dense_heads import DeformableDETRHead
+from torch import Tensor, nn
+
+CLASSIFICATION = ("vfl", "mal")  # names of Transformers' losses
+
+
+class ScoresOfLoss(nn.Module):
+    """Where damex ignores classes of unmatched queries, as in mmdet's ``loss_cls``."""
+
+    use_sigmoid = True
+
+    def forward(self, scores_RC: Tensor, labels_R: Tensor) -> Tensor:
+        """Return the scores as the hooks of :mod:`damex.models.ignoring` leave them."""
+        return scores_RC
+
+
+class TransformersHead(nn.Module):
+    """The outputs of a detector in mmdet's layout; the weights are the detector's.
+
+    Attributes:
+        cls_branches: The classifiers, the one that selects the queries last.
+    """
+
+    predict_by_feat: Callable[..., Any] = DeformableDETRHead.predict_by_feat
+    _predict_by_feat_single = DeformableDETRHead._predict_by_feat_single
+
+    def __init__(self, num_classes: int, test_cfg: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.num_classes = num_classes
+        self.test_cfg = test_cfg
+        self.loss_cls = ScoresOfLoss()
+        self.cls_branches: tuple[nn.Module, ...] = ()
+
+    def forward(self, logits_LBQC: Tensor, boxes_LBQ4: Tensor) -> tuple[Tensor, Tensor]:
+        """Return logits, and boxes (centre and size, relative to the image)."""
+        return logits_LBQC, boxes_LBQ4
+
+    def get_targets(self, logits_BQC: Tensor, boxes_BQ4: Sequence[Tensor]) -> None:
+        """Called before each loss; :mod:`damex.models.ignoring` reads the boxes."""
+
+
+@contextmanager
+def seen_scores(criterion: Any, head: Any, ratio_B4: Tensor) -> Iterator[None]:
+    """Show all scores of classification losses to a head, which may change them.
+
+    Transformers creates its criterion in each step and has no place for a hook, so the
+    method of the class is replaced for the step.
+    """
+    get_loss = criterion.get_loss
+
+    def see(self: Any, loss: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if loss in CLASSIFICATION:
+            logits_BQC, (_, indices, *_) = outputs["logits"], args
+            labels_BQ = logits_BQC.new_full(
+                logits_BQC.shape[:2], head.num_classes, dtype=torch.long
+            )
+            for labels_Q, (query, _) in zip(labels_BQ, indices, strict=True):
+                labels_Q[query] = 0  # any class: the query is matched
+            boxes_BQ4 = outputs["pred_boxes"] / ratio_B4.unsqueeze(1)
+            head.get_targets(logits_BQC, [*boxes_BQ4])
+            scores_RC = head.loss_cls(logits_BQC.flatten(0, 1), labels_BQ.flatten())
+            outputs = {**outputs, "logits": scores_RC.view_as(logits_BQC)}
+        return get_loss(self, loss, outputs, *args, **kwargs)
+
+    criterion.get_loss = see
+    try:
+        yield
+    finally:
+        criterion.get_loss = get_loss

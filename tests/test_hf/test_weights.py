@@ -1,0 +1,132 @@
+"""Weights of Transformers folders; no hub is reached, the tests write the folders."""
+
+import sys
+
+import pytest
+import torch
+from mmdet.registry import MODELS
+from mmengine.config import Config, ConfigDict
+from mmengine.runner import CheckpointLoader
+
+from damex.config_files import PlainConfig
+from damex.datasets.label_space import LabelSpace
+from damex.datasets.spec import parse_mixture
+from damex.engine.config import complete_config
+from damex.engine.rows import remap_checkpoint
+from damex.errors import ConfigError, DataError
+from damex.inference.trust import check_parts
+from tests.conftest import CONFIGS
+
+
+@pytest.fixture
+def folder(tmp_path, model_of, family):
+    """A Transformers folder: a detector of three classes."""
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    from damex.hf.families import build_model
+
+    torch.manual_seed(3)
+    model = build_model(model_of(family).config, 3)
+    model.config.id2label = {0: "dog", 1: "car", 2: "kite"}
+    # As Transformers writes it, with the second names.
+    model.class_embed = model.model.decoder.class_embed
+    model.bbox_embed = model.model.decoder.bbox_embed
+    model.save_pretrained(tmp_path / "plain")
+    return tmp_path / "plain"
+
+
+@pytest.fixture
+def completed(folder, model_of, family, two_datasets):
+    """A config that names the folder, completed as a runner does."""
+    cfg = Config.fromfile(CONFIGS / "hf" / "rt-detr-v2-tiny_1xb8-4e_toy.py")
+    cfg.mixture, cfg.work_dir = two_datasets, "work"
+    cfg.model.test_cfg.max_per_img = 10
+    cfg.model.name = str(folder)
+    found, _ = complete_config(cfg)
+    return found
+
+
+def test_a_name_becomes_the_config_and_the_weights(completed, folder, family):
+    """Plain values: a checkpoint needs the folder no more."""
+    model = completed.model
+    assert "name" not in model
+    assert completed.load_from == f"hf://{folder}"
+    assert model.config.model_type == family
+    assert model.config.decoder_layers == 2
+    assert "id2label" not in model.config
+    text = PlainConfig.of(completed).pretty_text
+    again = Config.fromstring(text, ".py")
+    assert again.model.config == model.config
+    check_parts(dict(model=again.model.to_dict()), where="a checkpoint")
+    detector = MODELS.build(ConfigDict(model))
+    assert detector.bbox_head.num_classes == 4
+
+
+def test_classes_load_by_name(completed, folder, two_datasets):
+    """The mixture has car, person, bus and dog, the folder dog, car and kite."""
+    checkpoint = CheckpointLoader.load_checkpoint(completed.load_from, "cpu")
+    state = dict(checkpoint["state_dict"])
+    torch.manual_seed(0)
+    detector = MODELS.build(ConfigDict(completed.model))
+    fresh = {name: value.clone() for name, value in detector.state_dict().items()}
+    assert {n for n in fresh if ".adapter." not in n} == set(state)
+    space = LabelSpace.from_specs(parse_mixture(two_datasets), mode="union")
+    assert space.classes == ("car", "person", "bus", "dog")
+    moved, notes = remap_checkpoint(state, checkpoint["meta"], detector, space)
+    assert "loaded by name: car, dog" in notes[0]
+    given = checkpoint["state_dict"]
+    heads = ("decoder.class_embed.0", "decoder.class_embed.1", "enc_score_head")
+    names = [f"detr.model.{head}.{kind}" for head in heads for kind in ("weight",)]
+    embedding = "detr.model.denoising_class_embed.weight"
+    for name in [*names, embedding]:
+        assert name in moved
+        assert torch.equal(state[name][0], given[name][1])  # car
+        assert torch.equal(state[name][3], given[name][0])  # dog
+        assert torch.equal(state[name][1:3], fresh[name][1:3])
+    # The last row stands for no class.
+    assert torch.equal(state[embedding][4], given[embedding][3])
+    detector.load_state_dict(state)  # the experts are new, and nothing is missing
+    new = [name for name in fresh if ".adapter." in name]
+    after = detector.state_dict()
+    assert all(torch.equal(after[name], fresh[name]) for name in new)
+
+
+def test_a_folder_without_a_detector_is_named(tmp_path):
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match=r"empty is no folder with a Transformers det"):
+        CheckpointLoader.load_checkpoint(f"hf://{tmp_path}/empty", "cpu")
+
+
+def test_without_transformers_one_line_says_what_to_install(model_of, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ConfigError, match=r"pip install 'damex\[hf\]'"):
+        MODELS.build(model_of("d_fine"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(name="evil/model"),
+        dict(config=dict(model_type="d_fine", auto_map=dict(AutoModel="evil.py"))),
+        dict(config=dict(backbone_config=dict(backbone="https://evil"))),
+        dict(init_cfg=dict(type="Pretrained", checkpoint="evil.pth")),
+    ],
+)
+def test_the_config_of_a_checkpoint_reads_and_fetches_nothing(model_of, change):
+    model = {**model_of("rt_detr_v2").to_dict(), **change}
+    with pytest.raises(DataError, match="add --trust"):
+        check_parts(dict(model=model), where="a checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("backbone", "error"),
+    [
+        (dict(model_type="timm_backbone", backbone="hf-hub:evil/model"), "timm_back"),
+        (dict(model_type="dinov3_vit"), "dinov3_vit.*supports rt_detr_resnet, hgnet"),
+        (dict(model_type="hgnet_v2", pretrained="evil"), "pretrained is unknown"),
+    ],
+)
+def test_a_backbone_is_never_fetched(build_hf, backbone, error):
+    pytest.importorskip("transformers", reason="needs the extra hf")
+    with pytest.raises(ConfigError, match=error):
+        build_hf("d_fine", config=dict(backbone_config=backbone))
