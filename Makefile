@@ -56,8 +56,8 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow or studies"
 
-# Last: mmdet imports Transformers where it is installed, which takes every process two
-# seconds more to start.
+# Last: mmdet imports Transformers where it is installed, so that every process starts two to
+# three seconds later.
 test-hf: $(STAMP)
 	@$(INSTALL) --editable '.[hf]'
 	$(PYTEST) tests/test_hf
