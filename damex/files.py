@@ -129,6 +129,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         yield draft
         draft.rename(target)
     except OSError as error:
+        if error.filename and not Path(str(error.filename)).is_relative_to(draft):
+            raise  # of a file that the block reads
         raise ConfigError(
             f"{path} was not written ({error.strerror or error}); free space, or name "
             "another place."

@@ -76,6 +76,12 @@ def test_a_folder_that_fails_leaves_nothing(tmp_path, error):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_file_that_a_folder_is_made_from_is_named(tmp_path):
+    missing = FileNotFoundError(2, "No such file or directory", str(tmp_path / "a.jpg"))
+    with pytest.raises(FileNotFoundError, match=r"a\.jpg"):
+        fill(tmp_path / "new", "half", missing)
+
+
 def test_a_folder_appears_whole_and_replaces_no_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("empty").mkdir()

@@ -10,6 +10,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from damex import __version__
+from damex.workbench.export.onnx_graph import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 
@@ -43,6 +44,12 @@ def test_constraints_have_a_version_for_everything_that_make_installs(python):
     assert {"torch", "pytest", "onnx"} < needs.keys() <= pins.keys()
     versions = {name: str(pins[name]).removeprefix("==") for name in needs}
     assert [name for name, need in needs.items() if versions[name] not in need] == []
+
+
+def test_an_export_needs_what_the_extra_installs():
+    project = tomllib.loads("\n".join(lines_of("pyproject.toml")))["project"]
+    needs = requirements(project["optional-dependencies"]["onnx"], "3.11")
+    assert {name: str(need)[2:] for name, need in needs.items()} == {**PACKAGES}
 
 
 def test_constraints_have_a_hash_for_each_version():

@@ -14,6 +14,8 @@ import pytest
 import torch
 from mmdet.models.detectors import DeformableDETR
 from PIL import Image
+from timm.layers import Conv2dSame
+from torch import nn
 
 import damex
 from damex.__main__ import main
@@ -39,6 +41,7 @@ from damex.workbench.export.onnx_graph import (
     to_onnx,
 )
 from damex.workbench.export.specialist import extract
+from damex.workbench.export.symbolic_sizes import unroll
 from tests.test_inference.conftest import BEST, PIPELINE
 
 ROOT = Path(__file__).parents[2]
@@ -498,12 +501,12 @@ def test_a_size_too_small_for_the_queries(save, tmp_path, capsys):
     assert error.endswith("with 16 x 16 pixels; try a larger --image-size.")
 
 
-def test_missing_packages_are_named_first(tmp_path, capsys, monkeypatch):
-    found = {"onnx": object(), "onnxruntime": None, "onnxscript": object()}
-    monkeypatch.setattr(onnx_graph, "find_spec", found.get)
+def test_missing_and_old_packages_are_named_first(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(onnx_graph, "find_spec", {"onnxruntime": object()}.get)
     assert export(tmp_path / "none.pth", tmp_path / "park.onnx") == 2
-    assert "needs onnxruntime; pip install 'damex[onnx]'." in capsys.readouterr().err
-    found["onnxruntime"] = object()
+    error = capsys.readouterr().err
+    assert "needs onnx 1.17 or newer, and it is not installed; pip install" in error
+    monkeypatch.undo()
     monkeypatch.setattr(torch, "__version__", "2.8.0+cpu")
     assert export(tmp_path / "none.pth", tmp_path / "park.onnx") == 2
     assert "needs torch 2.9 or newer, and this is 2.8.0+cpu" in capsys.readouterr().err
@@ -524,6 +527,15 @@ def test_targets_that_cannot_be(tmp_path, capsys, out, options, words):
     assert export(tmp_path / "none.pth", tmp_path / out, **options) == 2
     assert words in capsys.readouterr().err
     assert all(path.read_text() == "mine" for path in tmp_path.iterdir())
+
+
+def test_a_layer_with_two_names_is_replaced_under_both():
+    conv = Conv2dSame(3, 4, 3, stride=2)
+    layers = nn.Sequential(conv, nn.Identity(), nn.Sequential(conv))
+    before = conv(images := torch.randn(1, 3, 32, 64))
+    unroll(layers)
+    assert layers[0] is layers[2][0]
+    assert torch.equal(layers[0](images), before)
 
 
 def test_a_size_is_for_onnx_alone(tmp_path, capsys):

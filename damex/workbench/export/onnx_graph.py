@@ -14,8 +14,10 @@ import operator
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,26 +35,26 @@ from damex.workbench.export.symbolic_sizes import UnitLinspace, size_tensor, unr
 OPSET = 18  # in which torch's exporter writes; others are converted
 INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
 PROBABILITIES = "datasets"  # fourth output, if the graph has experts
-PACKAGES = ("onnx", "onnxruntime", "onnxscript")
+# As in pyproject.toml. torch 2.6 cannot export sizes that depend on the image.
+PACKAGES: Mapping[str, str] = MappingProxyType(
+    {"onnx": "1.17", "onnxruntime": "1.20", "onnxscript": "0.7", "torch": "2.9"}
+)
 _ONE_EXPORT = Lock()  # it silences the log of the whole process
-OLDEST_TORCH = "2.9"  # 2.6 cannot export sizes that depend on the image
 # Pipeline steps that a graph supports, in their order.
 STEPS = ("LoadImageFromFile", "Resize", "Pad", "PackDetInputs")
 
 
 def check_packages() -> None:
     """Raise a ConfigError if a package that writes or runs ONNX is missing or old."""
-    missing = [name for name in PACKAGES if find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"a .onnx file needs {' and '.join(missing)}; pip install 'damex[onnx]'."
-        )
-    # Without what marks builds before a release, as those of GPU vendors do.
-    if Version(torch.__version__).release < Version(OLDEST_TORCH).release:
-        raise ConfigError(
-            f"a .onnx file needs torch {OLDEST_TORCH} or newer, and this is "
-            f"{torch.__version__}; pip install 'damex[onnx]'."
-        )
+    for name, oldest in PACKAGES.items():
+        found = import_module(name).__version__ if find_spec(name) else None
+        # Without what marks builds before a release, as those of GPU vendors do.
+        if found is None or Version(found).release < Version(oldest).release:
+            raise ConfigError(
+                f"a .onnx file needs {name} {oldest} or newer, and "
+                f"{'it is not installed' if found is None else f'this is {found}'}; "
+                "pip install 'damex[onnx]'."
+            )
 
 
 def check_steps(pipeline: Sequence[Mapping[str, Any]]) -> None:

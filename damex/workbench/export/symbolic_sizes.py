@@ -28,11 +28,15 @@ def unroll(detector: nn.Module) -> None:
     """
     from timm.layers import Conv2dSame  # slow to import
 
-    for name, module in [*detector.named_modules()]:
-        if isinstance(module, MultiScaleDeformableAttention):
-            detector.set_submodule(name, UnrolledAttention(module))
-        elif isinstance(module, Conv2dSame):
-            detector.set_submodule(name, _padded_alike(module))
+    new: dict[nn.Module, nn.Module] = {}  # a module may have several names
+    for name, module in [*detector.named_modules(remove_duplicate=False)]:
+        if module not in new:
+            if isinstance(module, MultiScaleDeformableAttention):
+                new[module] = UnrolledAttention(module)
+            elif isinstance(module, Conv2dSame):
+                new[module] = _padded_alike(module)
+        if module in new:
+            detector.set_submodule(name, new[module])
 
 
 def size_tensor(size: Sequence[int]) -> Tensor:
