@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 18_510), "workbench": (57, 12_710), "tests": (149, 32_330)}
+LIMITS = {"core": (77, 18_510), "workbench": (57, 12_710), "tests": (150, 32_360)}
 LIMITS |= {"hf": (6, 750), "tests/test_hf": (6, 800)}
 
 

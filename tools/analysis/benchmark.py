@@ -238,6 +238,23 @@ def run_case(case: Case, training: bool, rounds: int, device: str) -> list[Timin
     steps = [_step(layer, tokens_BND, packing, training) for layer in baselines]
     with torch.autocast(device, enabled=False):
         _check(baselines[1].module, tokens_BND, packing)
+    seconds = medians_in_turns(steps, rounds, device)
+    return [
+        Timing(
+            layer.name,
+            seconds=taken,
+            ratio=taken / seconds[0],
+            saved=saved_bytes(step, layer.module) if training else 0,
+            syncs=_count_syncs(step) if device == "cuda" else 0,
+        )
+        for layer, step, taken in zip(baselines, steps, seconds, strict=True)
+    ]
+
+
+def medians_in_turns(
+    steps: Sequence[Callable[[], None]], rounds: int, device: str
+) -> list[float]:
+    """Time steps in turns; return the median seconds of each."""
     seconds: list[list[float]] = [[] for _ in steps]
     for number in range(-1, rounds):  # the first round warms up
         for place in range(len(steps)):  # the order rotates
@@ -245,16 +262,7 @@ def run_case(case: Case, training: bool, rounds: int, device: str) -> list[Timin
             taken = _time(steps[index], device)
             if number >= 0:
                 seconds[index].append(taken)
-    return [
-        Timing(
-            layer.name,
-            seconds=statistics.median(taken),
-            ratio=statistics.median(taken) / statistics.median(seconds[0]),
-            saved=_saved_bytes(step, layer.module) if training else 0,
-            syncs=_count_syncs(step) if device == "cuda" else 0,
-        )
-        for layer, step, taken in zip(baselines, steps, seconds, strict=True)
-    ]
+    return [*map(statistics.median, seconds)]
 
 
 def _tokens(case: Case, device: str) -> tuple[Tensor, moe.Packing]:
@@ -314,7 +322,7 @@ def _time(step: Callable[[], None], device: str) -> float:
     return time.perf_counter() - started
 
 
-def _saved_bytes(step: Callable[[], None], module: nn.Module) -> int:
+def saved_bytes(step: Callable[[], None], module: nn.Module) -> int:
     """Bytes kept for the backward pass: each storage once, without parameters."""
     there = {p.untyped_storage().data_ptr() for p in module.parameters()}
     kept: dict[int, int] = {}
@@ -361,7 +369,7 @@ def _head(device: str, dtype: str, threads: int, rounds: int) -> str:
     absent = "not installed (pip install 'damex[benchmark]')"
     facts = {
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "hardware": _hardware(device),
+        "hardware": hardware(device),
         "threads": threads,
         "rounds": rounds,
         "torch": torch.__version__,
@@ -377,7 +385,8 @@ def _head(device: str, dtype: str, threads: int, rounds: int) -> str:
     return "\n".join(["# Layers of experts, timed", "", about, "", *lines, ""])
 
 
-def _hardware(device: str) -> str:
+def hardware(device: str) -> str:
+    """Return the name of the GPU or CPU."""
     if device == "cuda":
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")

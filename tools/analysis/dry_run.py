@@ -186,7 +186,7 @@ def routed_bytes(detector: nn.Module, shape: tuple[int, int]) -> float:
     detector.train()
     if isinstance(detector, RoutedDetector):
         detector.begin_step(iteration=0, max_iters=1)
-    detector(torch.zeros(1, 3, *shape), [_sample(shape)], mode="loss")
+    detector(torch.zeros(1, 3, *shape), [sample_of(shape)], mode="loss")
     return sum(sent)
 
 
@@ -275,7 +275,7 @@ def _held_bytes(detector: nn.Module, cfg: Config) -> dict[str, int]:
     )
 
 
-def _sample(shape: tuple[int, int]) -> DetDataSample:
+def sample_of(shape: tuple[int, int]) -> DetDataSample:
     """A data sample with one box, of the first dataset."""
     meta = dict(img_shape=shape, ori_shape=shape, batch_input_shape=shape)
     sample = DetDataSample(
