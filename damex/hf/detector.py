@@ -26,7 +26,7 @@ from damex.hf.families import (
     sites_of,
     strides_of,
 )
-from damex.hf.head import TransformersHead, seen_scores
+from damex.hf.head import TransformersHead, adjusted_losses
 from damex.hf.weights import PREFIX, read_config
 from damex.models.config import MoEConfig
 from damex.models.dataset_classifier import class_scores
@@ -132,10 +132,12 @@ class TransformersDetector(BaseDetector):
         labels = [_labels_of(sample, size) for sample in batch_data_samples]
         ratio_B4 = _image_ratio(batch_data_samples, batch_inputs)
         self._check_cells(batch_inputs)
-        with seen_scores(criterion_of(self.detr), self.bbox_head, ratio_B4):
+        num_boxes = sum(len(one["boxes"]) for one in labels)
+        criterion = criterion_of(self.detr)
+        with adjusted_losses(criterion, self.bbox_head, ratio_B4, num_boxes):
             losses = dict(self.detr(pixel_values=batch_inputs, labels=labels).loss_dict)
         unused = getattr(self.detr.model, "denoising_class_embed", None)
-        if unused is not None and not any(len(one["boxes"]) for one in labels):
+        if unused is not None and num_boxes == 0:
             first = next(iter(losses))  # DDP needs a gradient of each parameter
             losses[first] = losses[first] + 0.0 * unused.weight.sum()
         return losses

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from mmdet.models.dense_heads import DeformableDETRHead
+from mmdet.utils import reduce_mean
+from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
 CLASSIFICATION = ("vfl", "mal")  # names of Transformers' losses
@@ -52,17 +54,25 @@ class TransformersHead(nn.Module):
 
 
 @contextmanager
-def seen_scores(criterion: Any, head: Any, ratio_B4: Tensor) -> Iterator[None]:
-    """Show all scores of classification losses to a head, which may change them.
+def adjusted_losses(
+    criterion: Any, head: Any, ratio_B4: Tensor, num_boxes: int
+) -> Iterator[None]:
+    """Divide losses by the boxes of all processes, and show scores to a head.
 
-    Transformers creates its criterion in each step and has no place for a hook, so the
-    method of the class is replaced for the step.
+    The head may change all scores of classification losses. Transformers divides by the
+    boxes of its process, ``num_boxes``. It creates its criterion in each step and has
+    no place for a hook, so the method of the class is replaced for the step.
     """
     get_loss = criterion.get_loss
+    mean = reduce_mean(ratio_B4.new_tensor(float(num_boxes))).item()
+    floor = 1 / get_world_size()  # as if one process had no box in all images
+    share = max(mean, floor) / max(num_boxes, 1)
 
-    def see(self: Any, loss: str, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def see(
+        self: Any, loss: str, outputs: Any, targets: Any, indices: Any, boxes: float
+    ) -> Any:
         if loss in CLASSIFICATION:
-            logits_BQC, (_, indices, *_) = outputs["logits"], args
+            logits_BQC = outputs["logits"]
             labels_BQ = logits_BQC.new_full(
                 logits_BQC.shape[:2], head.num_classes, dtype=torch.long
             )
@@ -72,7 +82,7 @@ def seen_scores(criterion: Any, head: Any, ratio_B4: Tensor) -> Iterator[None]:
             head.get_targets(logits_BQC, [*boxes_BQ4])
             scores_RC = head.loss_cls(logits_BQC.flatten(0, 1), labels_BQ.flatten())
             outputs = {**outputs, "logits": scores_RC.view_as(logits_BQC)}
-        return get_loss(self, loss, outputs, *args, **kwargs)
+        return get_loss(self, loss, outputs, targets, indices, boxes * share)
 
     criterion.get_loss = see
     try:

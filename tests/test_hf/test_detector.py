@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 from damex.hf.adapters import MoEAdapter
 from damex.hf.families import build_model
-from damex.hf.head import TransformersHead, seen_scores
+from damex.hf.head import TransformersHead, adjusted_losses
 from damex.models.context import RoutingContext
 
 # Height and width; 64 x 96 and 64 x 64 become 64 x 96 in a batch.
@@ -319,7 +319,7 @@ def test_a_loss_is_shown_as_to_mmdets_heads():
     )
     matched = [(torch.tensor([1]), torch.tensor([0])), (torch.tensor([]).long(),) * 2]
     ratio_B4 = torch.tensor([[0.5, 0.25, 0.5, 0.25], [1.0] * 4])
-    with seen_scores(Criterion, head, ratio_B4):
+    with adjusted_losses(Criterion, head, ratio_B4, num_boxes=1):
         changed = Criterion().get_loss("vfl", outputs, None, matched, 1)
         same = Criterion().get_loss("boxes", outputs, None, matched, 1)
     assert Criterion.get_loss is before

@@ -74,20 +74,24 @@ def test_a_training_is_scored_resumed_and_used(train, tmp_path, two_datasets):
         extract(stored, "park")
 
 
+@pytest.mark.parametrize("boxes", [[2, 2, 2, 2], [3, 2, 1, 0], [2, 1, 0, 0]])
 def test_two_processes_learn_what_one_learns(
-    family, model_of, make_batch, launch_processes, tmp_path
+    family, boxes, model_of, make_batch, launch_processes, tmp_path
 ):
-    """Equal numbers of boxes, no noise: the mean of two halves is the whole.
+    """Without noise, the mean of two halves is the whole.
 
-    Transformers divides losses by the number of boxes in the process, and DEIMv2 by
-    the number of matches of all layers, which two halves do not share.
+    Where halves differ in their boxes, they differ by Transformers in the number of
+    denoising groups, in D-FINE's distillation, and DEIMv2's matches of all layers.
     """
     options = dict(label_noise_ratio=0.0, box_noise_scale=0.0)
     if family == "deimv2":
         options["use_dense_one_to_one"] = False
+    if len({*boxes}) > 1:
+        options |= dict(num_denoising=0)
+        options |= {} if family == "rt_detr_v2" else dict(weight_loss_ddf=0.0)
     model = model_of(family, config=options)
     PlainConfig(dict(model=model)).dump(tmp_path / "model.py")
-    batch = make_batch([0, 1, 1, 0], sizes=[(64, 96)] * 4)
+    batch = make_batch([0, 1, 1, 0], sizes=[(64, 96)] * 4, boxes=boxes)
     torch.save(batch, tmp_path / "batch.pt")
     script = Path(__file__).with_name("two_processes.py")
     launch_processes(script, tmp_path, count=2)
