@@ -20,6 +20,7 @@ from damex.errors import ConfigError
 from damex.hf.adapters import insert_adapters
 from damex.hf.families import (
     CLASS_ROWS,
+    backbone_of,
     build_model,
     class_heads,
     criterion_of,
@@ -28,10 +29,12 @@ from damex.hf.families import (
 )
 from damex.hf.head import TransformersHead, adjusted_losses
 from damex.hf.weights import PREFIX, read_config
+from damex.models.build import module_class
 from damex.models.config import MoEConfig
 from damex.models.dataset_classifier import class_scores
 from damex.models.detectors import RoutedDetector
 from damex.models.queries import check_cells
+from damex.models.timm_backbone import TimmBackbone
 
 
 class TransformersDetector(BaseDetector):
@@ -50,10 +53,12 @@ class TransformersDetector(BaseDetector):
         name: A folder, or a name on the hub, to read the config from in place of
             ``config``. The weights come with ``load_from="hf://NAME"``; a config file
             with ``name`` sets it.
+        backbone: A :class:`damex.models.timm_backbone.TimmBackbone`, in the place of
+            ``config["backbone_config"]``.
         bbox_head: ``num_classes``, filled in from the mixture.
         test_cfg: ``max_per_img``, by default the number of queries.
-        data_preprocessor: Scales pixels to [0, 1]; ``pad_size_divisor`` must be a
-            multiple of the coarsest stride.
+        data_preprocessor: Scales pixels to [0, 1], if ``backbone`` asks for nothing
+            else; ``pad_size_divisor`` must be a multiple of the coarsest stride.
         init_cfg: None; Transformers draws the weights.
 
     Raises:
@@ -66,6 +71,7 @@ class TransformersDetector(BaseDetector):
         *,
         config: Mapping[str, Any] | None = None,
         name: str | None = None,
+        backbone: Mapping[str, Any] | None = None,
         bbox_head: Mapping[str, Any] | None = None,
         test_cfg: Mapping[str, Any] | None = None,
         data_preprocessor: Mapping[str, Any] | None = None,
@@ -79,7 +85,8 @@ class TransformersDetector(BaseDetector):
                 "mixture sets, and one of model.config=dict(model_type=...) and "
                 f"model.name=FOLDER, got num_classes={num_classes} and name={name!r}."
             )
-        self.detr = build_model(config or read_config(str(name)), num_classes)
+        timm = None if backbone is None else _timm_backbone(backbone)
+        self.detr = build_model(config or read_config(str(name)), num_classes, timm)
         self.bbox_head = TransformersHead(num_classes, test_cfg or {})
         self.bbox_head.cls_branches = (*class_heads(self.detr),)
         self.strides = strides_of(self.detr.config)
@@ -115,11 +122,13 @@ class TransformersDetector(BaseDetector):
     @property
     def backbone(self) -> nn.Module:
         """The backbone of the model."""
-        model = self.detr.model
-        return model.conv_encoder if hasattr(model, "conv_encoder") else model.backbone
+        return backbone_of(self.detr)
 
     def init_weights(self) -> None:
-        """Do nothing: the weights were drawn by Transformers."""
+        """Load the weights of a backbone of timm; Transformers drew the others."""
+        for module in self.modules():
+            if isinstance(module, TimmBackbone):
+                module.init_weights()
         self._is_init = True
 
     def extract_feat(self, batch_inputs: Tensor) -> Any:
@@ -233,6 +242,15 @@ class MoETransformersDetector(RoutedDetector, TransformersDetector):
                 layers = self.bbox_head.cls_branches[:-1]
                 stack.enter_context(class_scores(layers, self.awareness.adjust))
             yield
+
+
+def _timm_backbone(config: Mapping[str, Any]) -> TimmBackbone:
+    if module_class(config) is not TimmBackbone:
+        raise ConfigError(
+            f"model.backbone is {config.get('type')!r}; a MoETransformersDetector "
+            "takes a TimmBackbone there, and its own in model.config.backbone_config."
+        )
+    return MODELS.build(config)
 
 
 def _size_of(images: Tensor) -> Tensor:

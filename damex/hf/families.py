@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from damex.errors import ConfigError, did_you_mean
+from damex.models.timm_backbone import TimmBackbone
 
 # By ``model_type``: the class with the losses. The detectors have the same parts.
 FAMILIES: Mapping[str, str] = MappingProxyType(
@@ -47,11 +48,14 @@ def transformers() -> Any:
         ) from error
 
 
-def build_model(config: Mapping[str, Any], num_classes: int) -> Any:
+def build_model(
+    config: Mapping[str, Any], num_classes: int, timm: TimmBackbone | None = None
+) -> Any:
     """Build a plain detector with random weights.
 
     ``config`` has a ``model_type`` and the arguments of its Transformers config; what
-    is left out has the default of the family. Nothing is read or fetched.
+    is left out has the default of the family. ``timm`` is the backbone in the place of
+    a ``backbone_config``. Nothing is read or fetched.
 
     Raises:
         ConfigError: If the family or the backbone is not supported, or an argument is
@@ -62,6 +66,8 @@ def build_model(config: Mapping[str, Any], num_classes: int) -> Any:
     kind = _config_class(config, "model.config", [*FAMILIES])
     if backbone is not None:
         config["backbone_config"] = _backbone_config(backbone)
+    if timm is not None:
+        config["backbone_config"] = _timm_config(timm, backbone)
     try:
         full = kind(**_arguments(config, kind, "model.config"), num_labels=num_classes)
     except Exception as error:  # the checks of a config raise many types
@@ -80,6 +86,12 @@ def build_model(config: Mapping[str, Any], num_classes: int) -> Any:
         )
     model = library.AutoModelForObjectDetection.from_config(full)
     without_aliases(model)
+    _reset_norms(model)
+    if timm is not None:
+        # Transformers' copy of the net has lost the activations in its norms where it
+        # froze them, and its weights are drawn as those of the encoder.
+        backbone_of(model).model._backbone = timm
+        _check_strides(timm, full)
     return model
 
 
@@ -112,6 +124,12 @@ def sites_of(model: Any) -> dict[str, list[nn.Module]]:
         encoder=[one for aifi in model.model.encoder.aifi for one in aifi.layers],
         decoder=[*model.model.decoder.layers],
     )
+
+
+def backbone_of(model: Any) -> Any:
+    """Return the module whose ``model`` is the backbone."""
+    parts = model.model
+    return parts.conv_encoder if hasattr(parts, "conv_encoder") else parts.backbone
 
 
 def class_heads(model: nn.Module) -> list[nn.Module]:
@@ -153,6 +171,37 @@ def _backbone_config(config: Mapping[str, Any]) -> Any:
         return kind(**_arguments(config, kind, where))
     except Exception as error:  # as above
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+
+
+def _timm_config(timm: TimmBackbone, other: Any) -> Any:
+    """Build the config of a backbone of timm."""
+    if other is not None:
+        raise ConfigError(
+            "model.backbone and model.config.backbone_config (which model.name sets, "
+            "too) are two backbones; leave one of them out."
+        )
+    kind = transformers().CONFIG_MAPPING["timm_backbone"]
+    return kind(backbone=timm.name, out_indices=[*timm.out_indices])
+
+
+def _check_strides(timm: TimmBackbone, config: Any) -> None:
+    if timm.reductions != [*config.feat_strides]:
+        raise ConfigError(
+            f"model.backbone gives maps of strides {timm.reductions}, but "
+            f"model.config.feat_strides is {[*config.feat_strides]}; set "
+            "model.backbone.out_indices, or feat_strides."
+        )
+
+
+def _reset_norms(model: nn.Module) -> None:
+    """Let batch norms outside of the backbone start as the identity.
+
+    Transformers draws the scales of RT-DETRv2's around 0, with a deviation of 0.01.
+    """
+    inside = {*backbone_of(model).modules()}
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d) and module not in inside:
+            module.reset_parameters()
 
 
 def _arguments(config: Mapping[str, Any], kind: Any, where: str) -> dict[str, Any]:

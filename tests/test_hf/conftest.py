@@ -34,6 +34,7 @@ BACKBONES = {
     ),
 }
 BACKBONES["deimv2"] = BACKBONES["d_fine"]
+TIMM = dict(type="TimmBackbone", name="test_efficientnet", out_indices=(2, 3, 4))
 SMALL = dict(
     d_model=32,
     encoder_hidden_dim=32,
@@ -55,9 +56,9 @@ PREPROCESSOR = dict(
 )
 
 
-@pytest.fixture(params=BACKBONES)
+@pytest.fixture(params=[*BACKBONES, "rt_detr_v2 timm", "d_fine timm"])
 def family(request):
-    """Every supported family, one after the other."""
+    """Every supported family, one after the other, and two with backbones of timm."""
     return request.param
 
 
@@ -68,7 +69,8 @@ def model_of():
 
     def make(family, *, moe="damex_best", config=None, num_groups=2, **changes):
         moe = copy.deepcopy(best) if moe == "damex_best" else moe
-        backbone = copy.deepcopy(BACKBONES[family])
+        family, *timm = family.split()
+        backbone = None if timm else copy.deepcopy(BACKBONES[family])
         model = dict(
             type="MoETransformersDetector",
             config=dict(
@@ -81,6 +83,8 @@ def model_of():
             moe=moe,
             num_groups=num_groups,
         )
+        if timm:
+            model["backbone"] = TIMM
         return ConfigDict(model | changes)
 
     return make

@@ -3,11 +3,15 @@
 import copy
 
 import pytest
+import timm
 import torch
+from mmdet.registry import MODELS
 from mmengine.structures import InstanceData
+from torch import nn
 
 from damex.errors import ConfigError, DataError
 from damex.moe import LinearRouter, LowRankExperts, MoELayer, TopKGate
+from tests.test_hf.conftest import TIMM
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -22,9 +26,13 @@ SIZES = [(64, 96), (64, 64)]
 
 def plain_of(detector, model_of, family):
     """The model of Transformers alone, with the weights of a detector."""
-    plain = build_model(model_of(family).config, 4)
+    model = model_of(family)
+    backbone = MODELS.build(model.backbone) if "backbone" in model else None
+    plain = build_model(model.config, 4, backbone)
     state = detector.detr.state_dict()
     plain.load_state_dict({k: v for k, v in state.items() if ".adapter." not in k})
+    if backbone is not None:
+        plain.model.backbone.model._backbone = backbone.net  # as Transformers has it
     return plain
 
 
@@ -58,8 +66,7 @@ def test_loss_and_outputs_are_those_of_the_plain_model_at_the_start(
     assert all(name.startswith("loss_") for name in own)
 
     detector.eval()
-    plain.load_state_dict(plain_of(detector, model_of, family).state_dict())
-    plain.eval()
+    plain = plain_of(detector, model_of, family).eval()
     with torch.no_grad():
         logits, boxes = detector(pixels, mode="tensor")
         found = plain(pixel_values=pixels)
@@ -331,6 +338,31 @@ def test_a_loss_is_shown_as_to_mmdets_heads():
     assert labels_R.tolist() == [3, 0, 3, 3]  # 3 is no class: no object is matched
 
 
+def test_a_backbone_of_timm_starts_from_its_weights_and_is_frozen(
+    build_hf, make_batch, run_loss, total, tmp_path
+):
+    given = timm.create_model("test_efficientnet").state_dict()
+    torch.save(given, tmp_path / "timm.pth")
+    frozen = dict(pretrained=str(tmp_path / "timm.pth"), frozen_stages=2)
+    backbone = dict(TIMM, norm_eval=True, **frozen)
+    detector = build_hf("d_fine timm", backbone=backbone)
+    net = detector.backbone.model._backbone.net
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    assert all(torch.equal(value, given[name]) for name, value in state.items())
+    total(run_loss(detector, make_batch([0, 1], sizes=SIZES))).backward()
+    after = net.state_dict()  # the statistics of batch norms, too
+    assert all(torch.equal(value, state[name]) for name, value in after.items())
+    taught = {n.split(".")[1] for n, p in net.named_parameters() if p.grad is not None}
+    assert taught == {"3", "4"}
+
+
+def test_batch_norms_start_as_the_identity(family, build_hf):
+    """Those of RT-DETRv2 would have scales around 0."""
+    norms = [m for m in build_hf(family).modules() if isinstance(m, nn.BatchNorm2d)]
+    assert len(norms) > 10
+    assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in norms)
+
+
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
@@ -343,6 +375,15 @@ def test_a_loss_is_shown_as_to_mmdets_heads():
         (dict(test_cfg=dict(max_per_img=81)), "can make 80 detections .*=81 asks"),
         (dict(data_preprocessor=dict(pad_size_divisor=16)), "strides up to 32"),
         (dict(label_prior=dict(source="head")), "label_prior is not available"),
+        (dict(backbone=TIMM), "model.backbone and model.config.backbone_config"),
+        (dict(backbone=dict(type="ResNet", depth=18)), "'ResNet'; a MoETransformers"),
+        (
+            dict(
+                backbone=dict(TIMM, out_indices=(1, 2, 3)),
+                config=dict(backbone_config=None),
+            ),
+            r"strides .4, 8, 16., but model.config.feat_strides is .8, 16, 32.",
+        ),
     ],
 )
 def test_a_wrong_config_is_named(build_hf, changes, error):

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import timm
 import torch
 from mmengine.config import Config
 
@@ -15,6 +16,7 @@ from damex.inference.predictor import Predictor
 from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.export.specialist import extract
 from tests.conftest import CONFIGS
+from tests.test_hf.conftest import TIMM
 from tests.test_hf.two_processes import build, gradients
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -25,10 +27,15 @@ pytestmark = pytest.mark.slow
 def train(tmp_path, two_datasets, model_of, family):
     """Train a small detector with a shipped config, in a folder."""
 
+    start = tmp_path / "timm.pth"
+
     def run(name, **changes):
         cfg = Config.fromfile(CONFIGS / "hf" / "rt-detr-v2-tiny_1xb8-4e_toy.py")
         small = model_of(family)
         cfg.model.config, cfg.model.test_cfg = small.config, small.test_cfg
+        if "backbone" in small:
+            torch.save(timm.create_model(TIMM["name"]).state_dict(), start)
+            cfg.model.backbone = dict(TIMM, pretrained=str(start))
         cfg.mixture = two_datasets
         cfg.work_dir, cfg.experiment_name = str(tmp_path / name), f"{tmp_path} {name}"
         cfg.image_size, cfg.max_epochs, cfg.train_cfg.val_interval = 64, 2, 1
@@ -37,6 +44,7 @@ def train(tmp_path, two_datasets, model_of, family):
         cfg.update(changes)
         runner = build_runner(cfg)
         runner.train()
+        start.unlink(missing_ok=True)  # a checkpoint does not need it
         return Path(cfg.work_dir), runner.model.state_dict()
 
     return run

@@ -16,6 +16,13 @@ from damex.engine.rows import remap_checkpoint
 from damex.errors import ConfigError, DataError
 from damex.inference.trust import check_parts
 from tests.conftest import CONFIGS
+from tests.test_hf.conftest import BACKBONES
+
+
+@pytest.fixture(params=BACKBONES)
+def family(request):
+    """Families that Transformers can save with their backbones."""
+    return request.param
 
 
 @pytest.fixture
