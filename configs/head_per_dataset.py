@@ -3,7 +3,7 @@
 #   damex train configs/my_heads.py
 # `damex headroom` trains the same as its baseline `partitioned`.
 _base_ = ["own_datasets.py"]
-moe = "dense"
+moe = None  # dense
 label_space = "partitioned"  # classes are called dataset/class
 model = dict(
     ignore_unannotated_classes=True,  # logits learn only from images of their dataset
