@@ -36,11 +36,13 @@ suppress_warnings = [
 reference = runpy.run_path(str(Path(__file__).parent / "reference/update.py"))
 
 
-def _show_docstrings(_: object, page: str, source: list[str]) -> None:
+def _edit(_: object, page: str, source: list[str]) -> None:
     if page == "reference/api":
         source[0] = reference["with_docstrings"](source[0])
+    if page.startswith(("results/", "studies/", "research/predictions")):  # linked, but not in the navigation
+        source[0] = f"---\norphan: true\n---\n\n{source[0]}"
 
 
 def setup(sphinx: object) -> None:
-    """Show docstrings in place of lists of names."""
-    sphinx.connect("source-read", _show_docstrings)
+    """Show docstrings in place of lists of names; keep details out of the navigation."""
+    sphinx.connect("source-read", _edit)

@@ -50,7 +50,8 @@ REPOSITORY = re.compile(
 )
 # Names in examples of code.
 EXAMPLES = {"_delete_", "arms", "project", "start_scale"}
-EXAMPLES |= {"GumbelGate", "MyDataset", "MyNet"}
+EXAMPLES |= {"GumbelGate", "MyDataset", "MyNet", "EntropyLoss", "PrototypeRouter"}
+EXAMPLES |= {"ShiftExperts", "scale"}
 # Files of the reader and of the build, and places to fill in.
 OTHERS = re.compile(r"configs/(my_|with_)\w+\.py|.*\b[A-Z]{3,}\b.*|docs/_build/.*")
 REGISTERED = {
@@ -110,9 +111,8 @@ def test_links_resolve(page):
             problems.append(f"{link}: no such file")
         elif anchor:
             linked = target.resolve().relative_to(ROOT).as_posix()
-            problems += (
-                [] if anchor in anchors(linked) else [f"{link}: no such heading"]
-            )
+            if anchor not in anchors(linked):
+                problems.append(f"{link}: no such heading")
     assert problems == []
 
 
@@ -254,10 +254,8 @@ def test_configs_experts_and_config_keys_exist(page):
         try:
             given = app.parse_args(words, exit_on_error=False, print_error=False)[1]
             given = given.arguments
-            name, words = (
-                given.get("config", "own_datasets"),
-                given.get("cfg_options", ()),
-            )
+            name = given.get("config", "own_datasets")
+            words = given.get("cfg_options", ())
             config, options = config_named(name), parse_options(words)
             config_named(name, words)
             for moe in (given.get("moe"), given.get("experts"), options.get("moe")):
@@ -386,6 +384,18 @@ def test_the_readme_runs(tmp_path):
     printed = run(["program.py"], tmp_path)
     images = tmp_path / "data/toy/photos/images"
     assert all(one.name in printed for one in images.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "module"), [("write-a-gate", "gumbel_gate"), ("write-parts", "my_parts")]
+)
+def test_parts_of_ones_own_pass_the_tests_on_their_page(page, module, tmp_path):
+    code = fences(f"docs/research/{page}.md", "python")
+    (tmp_path / f"{module}.py").write_text(code[0], "utf-8")
+    tests = next(one for one in code if "\ndef test_" in one)
+    (tmp_path / f"test_{module}.py").write_text(tests, "utf-8")
+    assert "passed" in run(["-m", "pytest", "-q"], tmp_path)
 
 
 @pytest.mark.slow

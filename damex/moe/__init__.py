@@ -6,7 +6,7 @@ from damex.moe.experts import AffineExperts, FFNExperts, LowRankExperts, SharedE
 from damex.moe.gates import Gate
 from damex.moe.gates.topk import BiasBalancer, ExpertCapacity, TopKGate
 from damex.moe.grouped import grouped_linear
-from damex.moe.layer import MoELayer
+from damex.moe.layer import Experts, MoELayer
 from damex.moe.losses import (
     DatasetRoutingLoss,
     ImportanceLoss,
@@ -40,15 +40,10 @@ from damex.moe.routers import (
     HierarchicalRouter,
     LinearRouter,
     MLPRouter,
+    Router,
     expert_groups,
 )
-from damex.moe.routing import (
-    Assignment,
-    GroupChoice,
-    Packing,
-    RoutingRecord,
-    restrict,
-)
+from damex.moe.routing import Assignment, GroupChoice, Packing, RoutingRecord, restrict
 from damex.moe.shards import (
     ExpertGradients,
     ExpertShards,

@@ -227,6 +227,10 @@ def test_partitioned_has_classes_of_each_dataset_that_learn_from_it_alone(
     assert awareness.annotated_SC.tolist() == [[*own, *foreign], [*foreign, *own]]
     assert awareness.config.ignore_unannotated_classes
     assert awareness.config.label_prior.source == "head"
+    shipped = read_config("head_per_dataset")
+    assert shipped.label_space == "partitioned"
+    for key in ("ignore_unannotated_classes", "label_prior"):
+        assert shipped.model[key] == baseline.model[key]
 
 
 def test_partitioned_needs_a_detector_that_ignores_classes(joint):
