@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from damex.errors import ConfigError, did_you_mean
 
@@ -18,21 +17,20 @@ if TYPE_CHECKING:
     from mmengine.config import Config
 
 
-@dataclass(frozen=True)
-class ShippedModel:
-    """A detector that comes with damex.
-
-    Attributes:
-        config: Name of its config.
-        parameters: In millions, without experts.
-        needs: Recommended hardware, and the source of its initial weights.
-    """
+class ShippedModel(NamedTuple):
+    """A detector that comes with damex."""
 
     config: str
-    parameters: float
-    needs: str
+    parameters: float  # in millions, without experts
+    needs: str  # recommended hardware, and the source of the initial weights
+    name: str | None = None  # on the Hugging Face hub, of one of Transformers
 
 
+def _of_hub(parameters: float, name: str) -> ShippedModel:
+    return ShippedModel("hf/finetune_640", parameters, NEEDS_OF_HUB, name)
+
+
+NEEDS_OF_HUB = "a GPU; damex[hf], COCO weights, downloaded"
 MODELS: Mapping[str, ShippedModel] = MappingProxyType(
     {
         "tiny": ShippedModel(
@@ -50,6 +48,10 @@ MODELS: Mapping[str, ShippedModel] = MappingProxyType(
             48.6,
             "a GPU; ImageNet weights, downloaded",
         ),
+        "rtdetr-v2-s": _of_hub(20.2, "PekingU/rtdetr_v2_r18vd"),
+        "d-fine-n": _of_hub(3.8, "ustc-community/dfine-nano-coco"),
+        "d-fine-s": _of_hub(10.4, "ustc-community/dfine-small-coco"),
+        "deimv2-n": _of_hub(3.6, "harshaljanjani/DEIMv2_HGNetv2_N_COCO_Transformers"),
     }
 )
 
@@ -131,5 +133,7 @@ def config_of_folders(folders: Mapping[str, str], model: str = "tiny") -> Config
     if not folders:
         raise ConfigError("there is no dataset; name the folder of one or more.")
     cfg = read_config(MODELS[model].config)
+    if MODELS[model].name is not None:
+        cfg.model.name = MODELS[model].name
     cfg.mixture = mixture_of(folders)
     return PlainConfig(cfg._cfg_dict, cfg_text="\n", filename=f"{run_name(folders)}.py")

@@ -8,6 +8,7 @@ from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.runner import CheckpointLoader
 
+from damex.__main__ import main
 from damex.config_files import PlainConfig
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
@@ -15,6 +16,7 @@ from damex.engine.config import complete_config
 from damex.engine.rows import remap_checkpoint
 from damex.errors import ConfigError, DataError
 from damex.inference.trust import check_parts
+from damex.workbench.zero_config import config_of_folders
 from tests.conftest import CONFIGS
 from tests.test_hf.conftest import BACKBONES
 
@@ -66,6 +68,19 @@ def test_a_name_becomes_the_config_and_the_weights(completed, folder, family):
     check_parts(dict(model=again.model.to_dict()), where="a checkpoint")
     detector = MODELS.build(ConfigDict(model))
     assert detector.bbox_head.num_classes == 4
+
+
+def test_a_model_of_the_hub_trains_from_a_folder(folder, two_datasets, tmp_path):
+    """As of ``damex train --data A B --model d-fine-n --cfg-options model.name=...``"""
+    roots = {entry["name"]: entry["data_root"] for entry in two_datasets}
+    start = config_of_folders(roots, "d-fine-n")
+    assert start.model.name == "ustc-community/dfine-nano-coco"
+    settings = [f"model.name={folder}", "image_size=64"]
+    settings += [f"{split}_dataloader.num_workers=0" for split in ("train", "val")]
+    work = ["--work-dir", str(tmp_path / "work"), "--device", "cpu"]
+    words = ["train", "--data", *roots.values(), "--model", "d-fine-n", "--epochs", "1"]
+    assert main([*words, *work, "--cfg-options", *settings]) == 0
+    assert (tmp_path / "work" / "summary.json").is_file()
 
 
 def test_classes_load_by_name(completed, folder, two_datasets):
