@@ -33,16 +33,17 @@ suppress_warnings = [
 ]
 
 
+DETAILS = ("results/", "studies/", "research/predictions")  # not in the navigation
 reference = runpy.run_path(str(Path(__file__).parent / "reference/update.py"))
 
 
 def _edit(_: object, page: str, source: list[str]) -> None:
     if page == "reference/api":
         source[0] = reference["with_docstrings"](source[0])
-    if page.startswith(("results/", "studies/", "research/predictions")):  # linked, but not in the navigation
+    if page.startswith(DETAILS):
         source[0] = f"---\norphan: true\n---\n\n{source[0]}"
 
 
 def setup(sphinx: object) -> None:
-    """Show docstrings in place of lists of names; keep details out of the navigation."""
+    """Show docstrings in place of lists of names, and details by links alone."""
     sphinx.connect("source-read", _edit)

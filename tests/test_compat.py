@@ -502,8 +502,7 @@ def test_roi_align_gradient(monkeypatch, sampling_ratio):
     features = torch.randn(2, 2, 5, 6, dtype=torch.float64, requires_grad=True)
     rois = torch.tensor([[1, 0.3, 0.7, 9.1, 7.9], [0, 2, 2, 5, 9]]).double()
     assert gradcheck(
-        lambda x: roi_align(x, rois, (2, 3), 0.5, sampling_ratio, "avg", True),
-        features,
+        lambda x: roi_align(x, rois, (2, 3), 0.5, sampling_ratio, "avg", True), features
     )
 
 

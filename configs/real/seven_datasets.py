@@ -1,5 +1,6 @@
 # Seven small real datasets in one detector: the template configs/own_datasets.py with
-# class names shared by two of them. Sources: data/README.md.
+# class names shared by two of them. Sources: data/README.md;
+# the files and their hashes: data/seven.txt.
 #   damex headroom configs/real/seven_datasets.py --seeds 1 2 3 \
 #       --baselines dense_lr2 partitioned single --experts damex damex_best
 _base_ = ["../own_datasets.py"]

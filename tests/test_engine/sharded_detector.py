@@ -22,12 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 import damex.registry  # noqa: F401
 from damex.engine.sharding import shard_fully
 from damex.models.insertion import moe_blocks
-from damex.moe import (
-    ExpertGradients,
-    gathered_experts,
-    sharded_layers,
-    sharded_names,
-)
+from damex.moe import ExpertGradients, gathered_experts, sharded_layers, sharded_names
 
 ROOT = Path(__file__).parents[2]
 STEPS, MAX_NORM, NUM_EXPERTS = 2, 0.1, 8

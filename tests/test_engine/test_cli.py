@@ -263,8 +263,7 @@ def test_painted_images_of_datasets_do_not_replace_each_other(
     config = write_config()
     folder, dump = tmp_path / "painted", tmp_path / "found.pkl"
     status, _ = run(
-        "test",
-        *(config, untrained(config), "--show-dir", folder, "--out", dump),
+        "test", *(config, untrained(config), "--show-dir", folder, "--out", dump)
     )
     assert status == 0
     assert len(list(folder.rglob("street/*.png"))) == 5

@@ -15,11 +15,7 @@ from rich.console import Console
 from damex import progress
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import DatasetSpec
-from damex.engine.console import (
-    ProgressHook,
-    _describe_passes,
-    filter_console,
-)
+from damex.engine.console import ProgressHook, _describe_passes, filter_console
 
 
 class Mixture:

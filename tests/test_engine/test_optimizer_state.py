@@ -15,11 +15,7 @@ from mmengine.optim import (
 from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
 
 from damex.engine.config import build_runner
-from damex.engine.optimizer_state import (
-    check_resumable,
-    load_moments,
-    parameter_names,
-)
+from damex.engine.optimizer_state import check_resumable, load_moments, parameter_names
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 

@@ -8,11 +8,7 @@ import pytest
 import torch
 from mmengine.optim import OptimWrapper
 
-from damex.engine.hooks import (
-    RoutingAlarmHook,
-    routing_problems,
-    routing_scalars,
-)
+from damex.engine.hooks import RoutingAlarmHook, routing_problems, routing_scalars
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.moe import LayerTally
@@ -38,7 +34,7 @@ def train(build, make_batch, quick_runner, tmp_path):
             OptimWrapper(torch.optim.SGD(detector.parameters(), lr=0)),
             train_cfg=dict(by_epoch=by_epoch, **length),
             custom_hooks=[
-                dict(type="RoutingAlarmHook", min_iters=2, **(options or {})),
+                dict(type="RoutingAlarmHook", min_iters=2, **(options or {}))
             ],
             visualizer=dict(
                 type="DetLocalVisualizer",

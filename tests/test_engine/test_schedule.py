@@ -10,11 +10,7 @@ from mmengine.logging import MessageHub
 from mmengine.optim import CosineAnnealingLR, MultiStepLR, OptimWrapper
 from mmengine.runner import CheckpointLoader
 
-from damex.engine.hooks import (
-    ExpertMeanDecayHook,
-    IterationSeedHook,
-    TrainingStepHook,
-)
+from damex.engine.hooks import ExpertMeanDecayHook, IterationSeedHook, TrainingStepHook
 from damex.engine.optim import intervals
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks

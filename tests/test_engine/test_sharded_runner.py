@@ -14,11 +14,7 @@ from torch import distributed
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from damex.engine.hooks import ExpertMeanDecayHook
-from damex.engine.sharding import (
-    check_sharding,
-    exclude_from_ddp,
-    reduce_before_steps,
-)
+from damex.engine.sharding import check_sharding, exclude_from_ddp, reduce_before_steps
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.moe import ExpertShards

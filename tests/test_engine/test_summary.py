@@ -17,12 +17,7 @@ from rich.console import Console
 
 from damex.engine import summary
 from damex.engine.hooks import routing_warnings
-from damex.engine.summary import (
-    RunSummaryHook,
-    draw_detections,
-    score_table,
-    summarise,
-)
+from damex.engine.summary import RunSummaryHook, draw_detections, score_table, summarise
 
 SCORES = {
     "fish/AP": 0.25,

@@ -85,10 +85,7 @@ def test_other_detectors(save, photos, tmp_path, options, dataset):
 
 
 REFUSALS = {
-    "k": (
-        {"gate": dict(type="TopKGate", k=2), "image_vote": False},
-        "gate has k=2",
-    ),
+    "k": ({"gate": dict(type="TopKGate", k=2), "image_vote": False}, "gate has k=2"),
     "soft": ({"gate": dict(type="TopKGate", k=1)}, "renormalize=False"),
     "gate": (
         {"gate": dict(type="DenseSoftmaxGate"), "image_vote": False},

@@ -37,14 +37,7 @@ def experts_are_learning(block, record, *, others):
 
 @every_mixture
 def test_trains_and_predicts(
-    path,
-    detector_name,
-    build_mmdet,
-    make_batch,
-    records,
-    run_loss,
-    run_predict,
-    total,
+    path, detector_name, build_mmdet, make_batch, records, run_loss, run_predict, total
 ):
     moe = moe_of(path)
     detector = build_mmdet(detector_name, moe=moe)

@@ -105,3 +105,23 @@ def test_collected_runs_stay_and_grow(collect, tmp_path):
 
     write(runs / "oracle/seed1", "test_summary.json", a=0.5, b=0.5)
     assert stored()["oracle", 1]["mean_ap"] == 0.5
+
+
+def test_a_rebuilt_folder_is_compared_with_the_list_of_files(tmp_path):
+    script = runpy.run_path(str(RESULTS.parents[1] / "tools/seven_files.py"))
+    file = tmp_path / "a/train.json"
+    (file.parent / "images").mkdir(parents=True)
+    content = dict(categories=[dict(id=1, name="car")], annotations=[])
+    content["images"] = [dict(id=n, file_name=f"{n}.jpg") for n in (1, 2)]
+    file.write_text(json.dumps(content), "utf-8")
+    listed = [*script["lines_of"](tmp_path)]
+    assert [*script["differences"](tmp_path, listed)] == []
+    content["annotations"] = [dict(image_id=1, category_id=1, bbox=[1, 2, 3, 4])]
+    file.write_text(json.dumps(content), "utf-8")
+    (file.parent / "images/2.jpg").write_bytes(b"pixels")
+    assert [*script["differences"](tmp_path, [*listed, "3.jpg 0 0"])] == [
+        "1.jpg: the boxes changed",
+        "2.jpg: the file changed",
+        f"3.jpg: not in {tmp_path}",
+        "a/train.json: the file changed",
+    ]
