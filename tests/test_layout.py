@@ -13,7 +13,7 @@ ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
 LIMITS = {"core": (77, 18_500), "workbench": (57, 12_700), "tests": (149, 32_300)}
-LIMITS |= {"hf": (6, 825), "tests/test_hf": (6, 875)}
+LIMITS |= {"hf": (6, 920), "tests/test_hf": (6, 940)}
 
 
 def layer_of(module):

@@ -13,7 +13,12 @@ import torch
 from mmdet.models.dense_heads import DeformableDETRHead
 from torch import Tensor, nn
 
-CLASSIFICATION = ("vfl", "mal")  # names of Transformers' losses
+from damex.models.ignoring import IGNORED_LOGIT
+
+CLASSIFICATION = ("vfl", "mal", "labels")  # names of Transformers' losses
+# RF-DETR's takes log(sigmoid(x)), which IGNORED_LOGIT would make infinite. At this
+# score the loss is 0, too.
+FINITE_LOGIT = -30.0
 
 
 class ScoresOfLoss(nn.Module):
@@ -71,6 +76,9 @@ def seen_scores(criterion: Any, head: Any, ratio_B4: Tensor) -> Iterator[None]:
             boxes_BQ4 = outputs["pred_boxes"] / ratio_B4.unsqueeze(1)
             head.get_targets(logits_BQC, [*boxes_BQ4])
             scores_RC = head.loss_cls(logits_BQC.flatten(0, 1), labels_BQ.flatten())
+            if loss == "labels":
+                is_ignored_RC = scores_RC == IGNORED_LOGIT
+                scores_RC = scores_RC.masked_fill(is_ignored_RC, FINITE_LOGIT)
             outputs = {**outputs, "logits": scores_RC.view_as(logits_BQC)}
         return get_loss(self, loss, outputs, *args, **kwargs)
 
