@@ -13,7 +13,7 @@ ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
 LIMITS = {"core": (77, 18_510), "workbench": (57, 12_710), "tests": (150, 32_360)}
-LIMITS |= {"hf": (6, 830), "tests/test_hf": (6, 880)}
+LIMITS |= {"hf": (6, 930), "tests/test_hf": (6, 955)}
 
 
 def layer_of(module):

@@ -33,9 +33,9 @@ class MoEAdapter(MoEFFN):
     names, and may be of any kind: the experts are added to its output by a hook.
 
     Args:
-        num_counted: Number of tokens, at the end of each image, that are counted and
-            have routing losses; None for all. Transformers puts the denoising queries
-            first. They pass the experts, too.
+        counted: The tokens of each image that are counted and have routing losses;
+            None for all. Others, such as denoising queries, pass the experts, too.
+        windows: Number of windows of an image, which follow each other in the batch.
     """
 
     def __init__(
@@ -44,24 +44,29 @@ class MoEAdapter(MoEFFN):
         *,
         name: str,
         context: RoutingContext,
-        num_counted: int | None,
+        counted: slice | None,
+        windows: int = 1,
         with_cp: bool,
     ) -> None:
         super().__init__(moe, name=name, context=context, with_cp=with_cp)
-        self.num_counted = num_counted
+        self.counted = counted or slice(None)
+        self.windows = windows
         self.register_load_state_dict_pre_hook(_keep_new)
 
     def forward(  # type: ignore[override]
         self, tokens_BND: Tensor
     ) -> Tensor:
         """Return the output of the experts."""
-        total = tokens_BND.shape[1]
-        first = 0 if self.num_counted is None else total - self.num_counted
-        output_BND = self._route(tokens_BND[:, first:])
-        if first == 0:
-            return output_BND
-        denoising_BND = self._route(tokens_BND[:, :first], is_auxiliary=True)
-        return torch.cat([denoising_BND, output_BND], dim=1)
+        shape = tokens_BND.shape
+        tokens_BND = tokens_BND.reshape(len(tokens_BND) // self.windows, -1, shape[-1])
+        first, last, _ = self.counted.indices(tokens_BND.shape[1])
+        outputs = [self._route(tokens_BND[:, first:last])]
+        if first > 0:
+            outputs.insert(0, self._route(tokens_BND[:, :first], is_auxiliary=True))
+        if last < tokens_BND.shape[1]:
+            outputs.append(self._route(tokens_BND[:, last:], is_auxiliary=True))
+        output_BND = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return output_BND.reshape(shape)
 
     def add_to(self, mlp: nn.Module, args: tuple[Tensor], output: Tensor) -> Tensor:
         """Forward hook of an FFN: add the experts' output."""
@@ -83,12 +88,14 @@ def insert_adapters(
     *,
     context: RoutingContext,
     num_groups: int | None,
-    num_queries: int,
+    counted: slice,
+    windows: int = 1,
 ) -> InsertionReport:
     """Add experts to the ``mlp`` of chosen layers, as the layer's ``adapter``.
 
     ``sites`` are the layers of encoder and decoder; ``num_groups`` is None outside of a
-    mixture.
+    mixture. ``counted`` are the decoder's queries that make detections, ``windows`` the
+    number of parts of an image in the batch of the encoder.
 
     Raises:
         ConfigError: If a layer does not exist, or a part of ``moe`` replaces FFNs.
@@ -110,7 +117,8 @@ def insert_adapters(
             layer,
             name=f"{component}.{number}",
             context=context,
-            num_counted=num_queries if component == "decoder" else None,
+            counted=counted if component == "decoder" else None,
+            windows=windows if component == "encoder" else 1,
             with_cp=config.with_cp,
         )
         mlp.register_forward_hook(site.adapter.add_to)

@@ -16,18 +16,22 @@ from mmdet.structures.bbox import bbox_xyxy_to_cxcywh
 from mmengine.logging import print_log
 from torch import Tensor, nn
 
-from damex.errors import ConfigError
+from damex.errors import ConfigError, DataError
 from damex.hf.adapters import insert_adapters
 from damex.hf.families import (
     CLASS_ROWS,
+    RF_DETR,
     backbone_of,
     build_model,
     class_heads,
+    counted_queries,
     criterion_of,
     sites_of,
     strides_of,
+    weighted,
+    windows_of,
 )
-from damex.hf.head import TransformersHead, adjusted_losses
+from damex.hf.head import TransformersHead, adjusted_losses, share_of_boxes
 from damex.hf.weights import PREFIX, read_config
 from damex.models.build import module_class
 from damex.models.config import MoEConfig
@@ -90,16 +94,18 @@ class TransformersDetector(BaseDetector):
         self.bbox_head = TransformersHead(num_classes, test_cfg or {})
         self.bbox_head.cls_branches = (*class_heads(self.detr),)
         self.strides = strides_of(self.detr.config)
+        self.windows = windows_of(self.detr.config)
         self._check(data_preprocessor or {}, test_cfg or {})
 
     def _check(
         self, preprocessor: Mapping[str, Any], test_cfg: Mapping[str, Any]
     ) -> None:
-        divisor, stride = preprocessor.get("pad_size_divisor", 1), self.strides[-1]
-        if divisor % stride:
+        divisor, windows = preprocessor.get("pad_size_divisor", 1), self.windows
+        if divisor % (windows * self.strides[-1]):
             raise ConfigError(
                 f"model.data_preprocessor.pad_size_divisor is {divisor}, but the "
-                f"feature maps have strides up to {stride}; set a multiple of it."
+                f"feature maps have strides up to {self.strides[-1]}, and {windows} "
+                f"windows; set a multiple of {windows * self.strides[-1]}."
             )
         most = self.num_queries * self.bbox_head.num_classes
         if test_cfg.get("max_per_img", 0) > most:
@@ -142,9 +148,13 @@ class TransformersDetector(BaseDetector):
         ratio_B4 = _image_ratio(batch_data_samples, batch_inputs)
         self._check_cells(batch_inputs)
         num_boxes = sum(len(one["boxes"]) for one in labels)
+        share = 1.0  # RF-DETR counts the boxes of all processes
+        if self.detr.config.model_type != RF_DETR:
+            share = share_of_boxes(num_boxes, images=batch_inputs)
         criterion = criterion_of(self.detr)
-        with adjusted_losses(criterion, self.bbox_head, ratio_B4, num_boxes):
-            losses = dict(self.detr(pixel_values=batch_inputs, labels=labels).loss_dict)
+        with adjusted_losses(criterion, self.bbox_head, ratio_B4, share):
+            found = self.detr(pixel_values=batch_inputs, labels=labels)
+        losses = weighted(found.loss_dict, self.detr.config)
         unused = getattr(self.detr.model, "denoising_class_embed", None)
         if unused is not None and num_boxes == 0:
             first = next(iter(losses))  # DDP needs a gradient of each parameter
@@ -184,6 +194,12 @@ class TransformersDetector(BaseDetector):
 
     def _check_cells(self, images: Tensor) -> None:
         height, width = images.shape[-2:]
+        if self.windows > 1 and height != width:
+            raise DataError(
+                f"an image is padded to {width} x {height} pixels, and the windows of "
+                "this backbone need squares; put dict(type='Pad', size=(SIDE, SIDE)) "
+                "behind Resize in all pipelines."
+            )
         cells = sum(-(-height // one) * -(-width // one) for one in self.strides)
         check_cells(cells, self.num_queries)
 
@@ -227,7 +243,8 @@ class MoETransformersDetector(RoutedDetector, TransformersDetector):
             moe,
             context=self.routing,
             num_groups=num_groups,
-            num_queries=self.num_queries,
+            counted=counted_queries(self.detr.config),
+            windows=self.windows**2,
         )
         print_log(str(report), logger="current", level=logging.INFO)
         for note in report.notes:

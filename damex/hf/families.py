@@ -16,23 +16,26 @@ from torch import nn
 from damex.errors import ConfigError, did_you_mean
 from damex.models.timm_backbone import TimmBackbone
 
-# By ``model_type``: the class with the losses. The detectors have the same parts.
+RF_DETR = "rf_detr"
+# By ``model_type``: the class with the losses. Others than RF-DETR have the same parts.
 FAMILIES: Mapping[str, str] = MappingProxyType(
     {
         "rt_detr_v2": "transformers.loss.loss_rt_detr.RTDetrLoss",
         "d_fine": "transformers.loss.loss_d_fine.DFineLoss",
         "deimv2": "transformers.loss.loss_deimv2.Deimv2Loss",
+        RF_DETR: "transformers.loss.loss_lw_detr.LwDetrImageLoss",
     }
 )
-BACKBONES = ("rt_detr_resnet", "hgnet_v2")
+BACKBONES = ("rt_detr_resnet", "hgnet_v2", "rf_detr_dinov2")
 # Set by damex, or of no use to it.
 LEFT_OUT = frozenset(
     {"id2label", "label2id", "num_labels", "architectures", "dtype", "_name_or_path"}
-    | {"transformers_version", "model_type"}
+    | {"transformers_version", "model_type", "stage_names", "window_block_indexes"}
 )
 # Names of the detector's heads: of the layers, and of the cells that become queries.
 CLASS_HEADS = ("model.decoder.class_embed", "model.enc_score_head")
-CLASS_ROWS = (*CLASS_HEADS, "model.denoising_class_embed")
+RF_DETR_HEADS = ("class_embed", "model.enc_out_class_embed")
+CLASS_ROWS = (*CLASS_HEADS, *RF_DETR_HEADS, "model.denoising_class_embed")
 # Second names of modules in `model.decoder`, which no forward reads.
 ALIASES = ("class_embed", "bbox_embed")
 
@@ -72,21 +75,12 @@ def build_model(
         full = kind(**_arguments(config, kind, "model.config"), num_labels=num_classes)
     except Exception as error:  # the checks of a config raise many types
         raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
-    width = full.encoder_hidden_dim
-    if {*full.decoder_in_channels} != {width}:
-        raise ConfigError(
-            f"model.config.decoder_in_channels is {list(full.decoder_in_channels)}, "
-            f"but the encoder gives maps of encoder_hidden_dim={width} channels; set "
-            "each of them to this number."
-        )
-    if getattr(full, "encoder_type", "hybrid") != "hybrid":
-        raise ConfigError(
-            f"model.config.encoder_type is {full.encoder_type!r}, which damex does not "
-            "support; it supports 'hybrid'."
-        )
+    _check_parts(full)
     model = library.AutoModelForObjectDetection.from_config(full)
     without_aliases(model)
     _reset_norms(model)
+    if full.model_type == RF_DETR:
+        _freeze_unused(model)
     if timm is not None:
         # Transformers' copy of the net has lost the activations in its norms where it
         # froze them, and its weights are drawn as those of the encoder.
@@ -95,10 +89,10 @@ def build_model(
     return model
 
 
-def without_aliases(model: nn.Module) -> None:
+def without_aliases(model: Any) -> None:
     """Remove second names of modules, so that each parameter has one name."""
     for name in ALIASES:
-        if hasattr(model, name):
+        if hasattr(model, name) and hasattr(model.model.decoder, name):
             delattr(model, name)
 
 
@@ -119,7 +113,17 @@ def plain_config(config: Any) -> dict[str, Any]:
 
 
 def sites_of(model: Any) -> dict[str, list[nn.Module]]:
-    """Return the transformer layers of encoder and decoder, each with an ``mlp``."""
+    """Return the transformer layers of encoder and decoder, each with an ``mlp``.
+
+    RF-DETR has no encoder. In its place are the blocks of its backbone behind the last
+    but one feature map.
+    """
+    if model.config.model_type == RF_DETR:
+        first, last = [0, *model.config.backbone_config.out_indices][-2:]
+        blocks = model.model.backbone.backbone.encoder.layer
+        return dict(
+            encoder=[*blocks[first:last]], decoder=[*model.model.decoder.layers]
+        )
     return dict(
         encoder=[one for aifi in model.model.encoder.aifi for one in aifi.layers],
         decoder=[*model.model.decoder.layers],
@@ -132,8 +136,13 @@ def backbone_of(model: Any) -> Any:
     return parts.conv_encoder if hasattr(parts, "conv_encoder") else parts.backbone
 
 
-def class_heads(model: nn.Module) -> list[nn.Module]:
-    """Return the linear classifiers, the one that selects the queries last."""
+def class_heads(model: Any) -> list[nn.Module]:
+    """Return the linear classifiers, the one that selects the queries last.
+
+    In RF-DETR all layers have one, and each group of queries has its own selection.
+    """
+    if model.config.model_type == RF_DETR:
+        return [model.class_embed, *model.model.enc_out_class_embed]
     layers, cells = map(model.get_submodule, CLASS_HEADS)
     return [*layers.children(), cells]
 
@@ -146,10 +155,79 @@ def criterion_of(model: Any) -> Any:
 
 def strides_of(config: Any) -> list[int]:
     """Return the strides of the feature maps whose cells become queries."""
+    if config.model_type == RF_DETR:
+        return [config.backbone_config.patch_size]
     strides = [*config.feat_strides]
     while len(strides) < config.num_feature_levels:
         strides.append(2 * strides[-1])
     return strides
+
+
+def windows_of(config: Any) -> int:
+    """Return how many windows a side of an image has in the backbone."""
+    return getattr(config.backbone_config, "num_windows", 1)
+
+
+def counted_queries(config: Any) -> slice:
+    """Return the queries that make detections, of all that a decoder is trained with.
+
+    Denoising queries come before them, the further groups of RF-DETR behind.
+    """
+    if config.model_type == RF_DETR:
+        return slice(config.num_queries)
+    return slice(-config.num_queries, None)
+
+
+def weighted(losses: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return losses whose sum is Transformers' loss; RF-DETR's lack their weights."""
+    if config.model_type != RF_DETR:
+        return dict(losses)
+    weights = {
+        "loss_ce": config.class_loss_coefficient,
+        "loss_bbox": config.bbox_loss_coefficient,
+        "loss_giou": config.giou_loss_coefficient,
+    }
+    return {
+        name: weight * value
+        for name, value in losses.items()
+        for kind, weight in weights.items()
+        if name.startswith(kind)
+    }
+
+
+def _check_parts(config: Any) -> None:
+    """Reject parts that do not fit, or that damex does not support."""
+    backbone, is_rf_detr = config.backbone_config, config.model_type == RF_DETR
+    if (backbone.model_type == BACKBONES[-1]) != is_rf_detr:
+        raise ConfigError(
+            f"model.config.backbone_config.model_type is {backbone.model_type!r}, but "
+            f"{BACKBONES[-1]!r} is the backbone of {RF_DETR!r}, and of no other."
+        )
+    if is_rf_detr:
+        return
+    width = config.encoder_hidden_dim
+    if {*config.decoder_in_channels} != {width}:
+        raise ConfigError(
+            f"model.config.decoder_in_channels is {list(config.decoder_in_channels)}, "
+            f"but the encoder gives maps of encoder_hidden_dim={width} channels; set "
+            "each of them to this number."
+        )
+    if getattr(config, "encoder_type", "hybrid") != "hybrid":
+        raise ConfigError(
+            f"model.config.encoder_type is {config.encoder_type!r}, which damex does "
+            "not support; it supports 'hybrid'."
+        )
+
+
+def _freeze_unused(model: Any) -> None:
+    """Freeze what no forward of RF-DETR reads: DDP expects gradients of the others."""
+    backbone = model.model.backbone.backbone
+    last = backbone.config.out_indices[-1]
+    unused = [p for block in backbone.encoder.layer[last:] for p in block.parameters()]
+    if backbone.embeddings.mask_token is not None:
+        unused.append(backbone.embeddings.mask_token)
+    for parameter in unused:
+        parameter.requires_grad_(False)
 
 
 def _config_class(config: Mapping[str, Any], where: str, known: Sequence[str]) -> Any:

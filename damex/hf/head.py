@@ -15,7 +15,12 @@ from mmdet.utils import reduce_mean
 from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
-CLASSIFICATION = ("vfl", "mal")  # names of Transformers' losses
+from damex.models.ignoring import IGNORED_LOGIT
+
+CLASSIFICATION = ("vfl", "mal", "labels")  # names of Transformers' losses
+# RF-DETR's takes log(sigmoid(x)), which IGNORED_LOGIT would make infinite. At this
+# score the loss is 0, too.
+FINITE_LOGIT = -30.0
 
 
 class ScoresOfLoss(nn.Module):
@@ -53,20 +58,28 @@ class TransformersHead(nn.Module):
         """Called before each loss; :mod:`damex.models.ignoring` reads the boxes."""
 
 
+def share_of_boxes(num_boxes: int, *, images: Tensor) -> float:
+    """Return the mean number of boxes of all processes relative to that of this one.
+
+    ``images`` has the device of the process. Numbers are at least 1, in all processes
+    together and in this one.
+    """
+    mean = reduce_mean(images.new_tensor(float(num_boxes))).item()
+    return max(mean, 1 / get_world_size()) / max(num_boxes, 1)
+
+
 @contextmanager
 def adjusted_losses(
-    criterion: Any, head: Any, ratio_B4: Tensor, num_boxes: int
+    criterion: Any, head: Any, ratio_B4: Tensor, share: float
 ) -> Iterator[None]:
     """Divide losses by the boxes of all processes, and show scores to a head.
 
-    The head may change all scores of classification losses. Transformers divides by the
-    boxes of its process, ``num_boxes``. It creates its criterion in each step and has
-    no place for a hook, so the method of the class is replaced for the step.
+    The head may change all scores of classification losses. The number of boxes that
+    Transformers divides by is multiplied by ``share``. It creates its criterion in each
+    step and has no place for a hook, so the method of the class is replaced for the
+    step.
     """
     get_loss = criterion.get_loss
-    mean = reduce_mean(ratio_B4.new_tensor(float(num_boxes))).item()
-    floor = 1 / get_world_size()  # as if one process had no box in all images
-    share = max(mean, floor) / max(num_boxes, 1)
 
     def see(
         self: Any, loss: str, outputs: Any, targets: Any, indices: Any, boxes: float
@@ -81,6 +94,9 @@ def adjusted_losses(
             boxes_BQ4 = outputs["pred_boxes"] / ratio_B4.unsqueeze(1)
             head.get_targets(logits_BQC, [*boxes_BQ4])
             scores_RC = head.loss_cls(logits_BQC.flatten(0, 1), labels_BQ.flatten())
+            if loss == "labels":
+                is_ignored_RC = scores_RC == IGNORED_LOGIT
+                scores_RC = scores_RC.masked_fill(is_ignored_RC, FINITE_LOGIT)
             outputs = {**outputs, "logits": scores_RC.view_as(logits_BQC)}
         return get_loss(self, loss, outputs, targets, indices, boxes * share)
 

@@ -34,6 +34,17 @@ BACKBONES = {
     ),
 }
 BACKBONES["deimv2"] = BACKBONES["d_fine"]
+BACKBONES["rf_detr"] = dict(
+    model_type="rf_detr_dinov2",
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    mlp_ratio=2,
+    image_size=64,
+    patch_size=8,
+    num_windows=2,
+    out_features=["stage1", "stage3"],
+)
 TIMM = dict(type="TimmBackbone", name="test_efficientnet", out_indices=(2, 3, 4))
 SMALL = dict(
     d_model=32,
@@ -46,6 +57,16 @@ SMALL = dict(
     decoder_attention_heads=4,
     num_queries=20,
     num_denoising=12,
+)
+SMALL_RF_DETR = dict(
+    d_model=32,
+    decoder_ffn_dim=64,
+    decoder_layers=2,
+    decoder_self_attention_heads=4,
+    decoder_cross_attention_heads=4,
+    num_queries=20,
+    group_detr=3,
+    dropout=0.0,
 )
 PREPROCESSOR = dict(
     type="DetDataPreprocessor",
@@ -62,6 +83,12 @@ def family(request):
     return request.param
 
 
+@pytest.fixture
+def sizes(family):
+    """Height and width of two images, of one size in a batch: 64 x 96, or squares."""
+    return [(64, 64), (48, 64)] if family == "rf_detr" else [(64, 96), (64, 64)]
+
+
 @pytest.fixture(scope="session")
 def model_of():
     """Config of a small detector with `damex_best`; ``config`` changes its model."""
@@ -74,7 +101,11 @@ def model_of():
         model = dict(
             type="MoETransformersDetector",
             config=dict(
-                dict(model_type=family, backbone_config=backbone, **SMALL),
+                dict(
+                    SMALL_RF_DETR if family == "rf_detr" else SMALL,
+                    model_type=family,
+                    backbone_config=backbone,
+                ),
                 **(config or {}),
             ),
             bbox_head=dict(num_classes=4),

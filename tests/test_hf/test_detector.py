@@ -11,7 +11,7 @@ from torch import nn
 
 from damex.errors import ConfigError, DataError
 from damex.moe import LinearRouter, LowRankExperts, MoELayer, TopKGate
-from tests.test_hf.conftest import TIMM
+from tests.test_hf.conftest import BACKBONES, PREPROCESSOR, TIMM
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -19,9 +19,6 @@ from damex.hf.adapters import MoEAdapter
 from damex.hf.families import build_model
 from damex.hf.head import TransformersHead, adjusted_losses
 from damex.models.context import RoutingContext
-
-# Height and width; 64 x 96 and 64 x 64 become 64 x 96 in a batch.
-SIZES = [(64, 96), (64, 64)]
 
 
 def plain_of(detector, model_of, family):
@@ -50,17 +47,18 @@ def labels_of(batch, width, height):
 
 
 def test_loss_and_outputs_are_those_of_the_plain_model_at_the_start(
-    family, build_hf, model_of, make_batch, run_loss, run_predict, total
+    family, sizes, build_hf, model_of, make_batch, run_loss, run_predict, total
 ):
-    detector, batch = build_hf(family), make_batch([0, 1], sizes=SIZES, boxes=[2, 3])
+    detector, batch = build_hf(family), make_batch([0, 1], sizes=sizes, boxes=[2, 3])
     plain = plain_of(detector, model_of, family).train()
     losses = run_loss(detector, batch)
     routing = losses["loss_moe_dataset_routing"]
-    pixels = torch.zeros(2, 3, 64, 96)
+    width = sizes[0][1]
+    pixels = torch.zeros(2, 3, 64, width)
     for image, one in zip(pixels, batch["inputs"], strict=True):
         image[:, : one.shape[1], : one.shape[2]] = one[[2, 1, 0]] / 255.0
     torch.manual_seed(1)  # the noise of the denoising queries, as in run_loss
-    theirs = plain(pixel_values=pixels, labels=labels_of(batch, 96, 64)).loss
+    theirs = plain(pixel_values=pixels, labels=labels_of(batch, width, 64)).loss
     torch.testing.assert_close(total(losses) - routing, theirs, rtol=1e-6, atol=1e-5)
     own = {name for name in losses if name not in ("moe_routing_accuracy",)}
     assert all(name.startswith("loss_") for name in own)
@@ -76,10 +74,10 @@ def test_loss_and_outputs_are_those_of_the_plain_model_at_the_start(
 
 @pytest.mark.parametrize("boxes", [[2, 1], [0, 0]], ids=["boxes", "no boxes"])
 def test_every_parameter_gets_a_gradient(
-    family, build_hf, make_batch, run_loss, total, boxes
+    family, sizes, build_hf, make_batch, run_loss, total, boxes
 ):
     detector = build_hf(family, moving=True)
-    loss = total(run_loss(detector, make_batch([0, 0], sizes=SIZES, boxes=boxes)))
+    loss = total(run_loss(detector, make_batch([0, 0], sizes=sizes, boxes=boxes)))
     loss.backward()
     assert torch.isfinite(loss)
     lacking = [
@@ -94,9 +92,13 @@ def test_every_parameter_gets_a_gradient(
 
 
 def test_denoising_queries_pass_the_experts_and_are_not_counted(
-    family, build_hf, make_batch, records, run_loss, monkeypatch
+    family, sizes, build_hf, make_batch, records, run_loss, monkeypatch
 ):
-    """Three boxes: 12 // 3 groups of 2 x 3 denoising queries before 20 others."""
+    """Three boxes: 12 // 3 groups of 2 x 3 denoising queries before 20 others.
+
+    RF-DETR has 2 more groups of 20 behind. Its 64 x 64 pixels are 2 x 2 windows of 16
+    patches and a class token.
+    """
     seen = []
     add_to = MoEAdapter.add_to
 
@@ -106,19 +108,22 @@ def test_denoising_queries_pass_the_experts_and_are_not_counted(
 
     monkeypatch.setattr(MoEAdapter, "add_to", see)
     detector = build_hf(family, moving=True)
-    run_loss(detector, make_batch([0, 1], sizes=SIZES, boxes=[1, 3]))
-    assert [name for name, *_ in seen] == ["encoder.0", "decoder.0", "decoder.1"]
-    assert [tuple(moved.shape) for _, moved, _ in seen] == [
-        (2, 6, 32),  # 64 x 96 pixels at stride 32
-        (2, 24 + 20, 32),
-        (2, 24 + 20, 32),
-    ]
+    run_loss(detector, make_batch([0, 1], sizes=sizes, boxes=[1, 3]))
+    windows = family == "rf_detr"
+    encoder = ["encoder.0", "encoder.1"] if windows else ["encoder.0"]
+    assert [name for name, *_ in seen] == [*encoder, "decoder.0", "decoder.1"]
+    # 64 x 96 pixels at stride 32
+    tokens = [(2 * 4, 1 + 16, 32)] * 2 if windows else [(2, 6, 32)]
+    queries = [(2, 20 + 40 if windows else 24 + 20, 32)] * 2
+    assert [tuple(moved.shape) for _, moved, _ in seen] == tokens + queries
     assert all(moved.any(dim=-1).all() for _, moved, _ in seen)
     counted = {name: len(record.logits_VE) for name, record in records.items()}
-    assert counted == {"encoder.0": 12, "decoder.0": 40, "decoder.1": 40}
+    many = dict.fromkeys(encoder, 2 * 4 * 17 if windows else 12)
+    assert counted == {**many, "decoder.0": 40, "decoder.1": 40}
 
 
-def test_the_counted_tokens_are_the_last_ones():
+@pytest.mark.parametrize("part", [slice(-4, None), slice(3), slice(1, 5)], ids=str)
+def test_some_tokens_are_counted(part):
     torch.manual_seed(0)
     layer = MoELayer(
         router=LinearRouter(8, 2), gate=TopKGate(1), experts=LowRankExperts(2, 8)
@@ -127,22 +132,23 @@ def test_the_counted_tokens_are_the_last_ones():
     context = RoutingContext()
     tokens_BND = torch.randn(3, 7, 8)
     some, every = (
-        MoEAdapter(layer, name="a", context=context, num_counted=n, with_cp=False)
-        for n in (4, None)
+        MoEAdapter(layer, name="a", context=context, counted=some, with_cp=False)
+        for some in (part, None)
     )
     with context.step():
         output_BND = some(tokens_BND)
         record = context.records["a"]
         torch.testing.assert_close(output_BND, every(tokens_BND))
-    expected = layer.router(tokens_BND[:, 3:].flatten(0, 1))
+    expected = layer.router(tokens_BND[:, part].flatten(0, 1))
     torch.testing.assert_close(record.logits_VE, expected)
 
 
 def test_an_image_does_not_depend_on_the_others_of_its_batch(
-    family, build_hf, make_batch, run_predict
+    family, sizes, build_hf, make_batch, run_predict
 ):
     detector = build_hf(family, moving=True)
-    sizes = [(64, 96), (96, 64), (70, 90), (64, 96)] * 2  # 70 x 90 becomes 96 x 96
+    size, _ = sizes
+    sizes = [size, size[::-1], (70, 90), size] * 2  # 70 x 90 becomes 96 x 96
     batch = make_batch([0, 1] * 4, sizes=sizes)
     together = run_predict(detector, batch)
     for image, found in enumerate(together):
@@ -187,10 +193,10 @@ def test_boxes_are_pixels_of_the_original_image(
     assert found.bboxes[0].tolist() == pytest.approx([72, 32, 120, 96])
 
 
-def test_a_dataset_gets_detections_of_its_classes(family, build_hf, make_batch):
+def test_a_dataset_gets_detections_of_its_classes(family, sizes, build_hf, make_batch):
     """As in the evaluation, where a dataset is known: annotated_labels."""
     detector = build_hf(family).eval()
-    batch = make_batch([0, 1], sizes=SIZES)
+    batch = make_batch([0, 1], sizes=sizes)
     for sample, labels in zip(batch["data_samples"], [[0, 1], [3]], strict=True):
         sample.set_metainfo(dict(annotated_labels=labels))
     with torch.inference_mode():
@@ -203,7 +209,7 @@ def test_a_training_goes_on_after_a_prediction_in_inference_mode(
     family, build_hf, make_batch, run_loss, total
 ):
     """Transformers caches anchors and places, of a size that no other test uses."""
-    detector, batch = build_hf(family), make_batch([0], sizes=[(160, 128)])
+    detector, batch = build_hf(family), make_batch([0], sizes=[(160, 160)])
     detector.eval()
     with torch.inference_mode():
         detector.test_step(copy.deepcopy(batch))
@@ -211,9 +217,9 @@ def test_a_training_goes_on_after_a_prediction_in_inference_mode(
 
 
 def test_copies_and_state_dicts_predict_the_same(
-    family, build_hf, make_batch, run_loss, run_predict
+    family, sizes, build_hf, make_batch, run_loss, run_predict
 ):
-    detector, batch = build_hf(family, moving=True), make_batch([0, 1], sizes=SIZES)
+    detector, batch = build_hf(family, moving=True), make_batch([0, 1], sizes=sizes)
     run_loss(detector, batch)
     expected = run_predict(detector, batch)
     twin = copy.deepcopy(detector)
@@ -251,12 +257,12 @@ def with_labels(batch, label):
 
 @pytest.mark.parametrize("boxes", [2, 0])
 def test_ignored_classes_get_no_gradient_at_all(
-    family, build_hf, make_batch, run_loss, total, boxes
+    family, sizes, build_hf, make_batch, run_loss, total, boxes
 ):
     detector = build_hf(
         family, label_coverage=COVERAGE, ignore_unannotated_classes=True
     )
-    batch = with_labels(make_batch([0, 0], sizes=SIZES, boxes=[boxes] * 2), 1)
+    batch = with_labels(make_batch([0, 0], sizes=sizes, boxes=[boxes] * 2), 1)
     assert taught_classes(detector, batch, run_loss, total) == [0, 1]
 
 
@@ -266,25 +272,25 @@ def test_ignored_classes_get_no_gradient_at_all(
     ids=["found", "predicted labels", "not found"],
 )
 def test_classes_that_may_be_right_are_ignored(
-    family, build_hf, make_batch, run_loss, total, above, predicted, expected
+    family, sizes, build_hf, make_batch, run_loss, total, above, predicted, expected
 ):
     """No object is matched here, so each query may be right."""
     detector = build_hf(
         family, label_coverage=COVERAGE, ignore_unannotated_classes=above
     )
-    batch = make_batch([0, 0], sizes=SIZES, boxes=[0, 0])
+    batch = make_batch([0, 0], sizes=sizes, boxes=[0, 0])
     for sample in batch["data_samples"]:
         sample.set_metainfo(dict(predicted_labels=predicted))
     assert taught_classes(detector, batch, run_loss, total) == expected
 
 
 def test_a_matched_query_learns_a_class_that_is_ignored_elsewhere(
-    family, build_hf, make_batch, run_loss, total
+    family, sizes, build_hf, make_batch, run_loss, total
 ):
     """Class 0 has labels of a detector, which are not complete."""
     options = dict(label_coverage=COVERAGE, ignore_unannotated_classes=1e-9)
     detector = build_hf(family, **options)
-    batch = with_labels(make_batch([0, 0], sizes=SIZES), 0)
+    batch = with_labels(make_batch([0, 0], sizes=sizes), 0)
     plain = total(run_loss(detector, batch))
     for sample in batch["data_samples"]:
         sample.set_metainfo(dict(predicted_labels=[0]))
@@ -294,11 +300,11 @@ def test_a_matched_query_learns_a_class_that_is_ignored_elsewhere(
 
 
 def test_a_crowd_teaches_nothing_of_its_class(
-    family, build_hf, make_batch, run_loss, total
+    family, sizes, build_hf, make_batch, run_loss, total
 ):
     """It covers the first image, all of it; no image has another object."""
     detector = build_hf(family)
-    batch = make_batch([0, 1], sizes=SIZES, boxes=[0, 0])
+    batch = make_batch([0, 1], sizes=sizes, boxes=[0, 0])
     for sample in batch["data_samples"]:
         sample.ignored_instances = InstanceData(
             bboxes=torch.tensor([[-200.0, -200.0, 300.0, 300.0]]),
@@ -326,7 +332,7 @@ def test_a_loss_is_shown_as_to_mmdets_heads():
     )
     matched = [(torch.tensor([1]), torch.tensor([0])), (torch.tensor([]).long(),) * 2]
     ratio_B4 = torch.tensor([[0.5, 0.25, 0.5, 0.25], [1.0] * 4])
-    with adjusted_losses(Criterion, head, ratio_B4, num_boxes=1):
+    with adjusted_losses(Criterion, head, ratio_B4, share=1.0):
         changed = Criterion().get_loss("vfl", outputs, None, matched, 1)
         same = Criterion().get_loss("boxes", outputs, None, matched, 1)
     assert Criterion.get_loss is before
@@ -349,7 +355,7 @@ def test_a_backbone_of_timm_starts_from_its_weights_and_is_frozen(
     net = detector.backbone.model._backbone.net
     state = {name: value.clone() for name, value in net.state_dict().items()}
     assert all(torch.equal(value, given[name]) for name, value in state.items())
-    total(run_loss(detector, make_batch([0, 1], sizes=SIZES))).backward()
+    total(run_loss(detector, make_batch([0, 1]))).backward()
     after = net.state_dict()  # the statistics of batch norms, too
     assert all(torch.equal(value, state[name]) for name, value in after.items())
     taught = {n.split(".")[1] for n, p in net.named_parameters() if p.grad is not None}
@@ -357,9 +363,9 @@ def test_a_backbone_of_timm_starts_from_its_weights_and_is_frozen(
 
 
 def test_batch_norms_start_as_the_identity(family, build_hf):
-    """Those of RT-DETRv2 would have scales around 0."""
+    """Those of RT-DETRv2 would have scales around 0; RF-DETR has none."""
     norms = [m for m in build_hf(family).modules() if isinstance(m, nn.BatchNorm2d)]
-    assert len(norms) > 10
+    assert len(norms) > 10 or family == "rf_detr"
     assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in norms)
 
 
@@ -417,3 +423,42 @@ def test_an_image_with_fewer_cells_than_queries_is_named(
     detector = build_hf("rt_detr_v2", config=dict(num_queries=30))
     with pytest.raises(DataError, match=r"21 feature map cells, fewer than .*=30: "):
         run_predict(detector, make_batch([0], sizes=[(32, 32)]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (dict(config=dict(backbone_config=BACKBONES["d_fine"])), "is 'hgnet_v2', but"),
+        (dict(config=dict(backbone_config=None), backbone=TIMM), "is 'timm_backbone'"),
+        (
+            dict(data_preprocessor=dict(PREPROCESSOR, pad_size_divisor=8)),
+            "strides up to 8, and 2 windows; set a multiple of 16",
+        ),
+    ],
+)
+def test_a_wrong_config_of_rf_detr_is_named(build_hf, changes, error):
+    with pytest.raises(ConfigError, match=error):
+        build_hf("rf_detr", **changes)
+
+
+def test_windows_need_squares(build_hf, make_batch, run_predict):
+    """Transformers would mix up the patches of other images."""
+    with pytest.raises(DataError, match=r"96 x 64 pixels, and the windows .* squares"):
+        run_predict(build_hf("rf_detr"), make_batch([0], sizes=[(64, 96)]))
+
+
+def test_windows_of_an_image_are_routed_together():
+    """Two images of two windows: a vote of each image, as without windows."""
+    torch.manual_seed(0)
+    layer = MoELayer(
+        router=LinearRouter(8, 2), gate=TopKGate(1), experts=LowRankExperts(2, 8)
+    )
+    torch.nn.init.normal_(layer.experts.up_ELD)
+    options = dict(context=RoutingContext(), name="a", counted=None, with_cp=False)
+    windowed, whole = (MoEAdapter(layer, windows=n, **options) for n in (2, 1))
+    tokens_BND = torch.randn(2, 6, 8)
+    with options["context"].step():
+        found = windowed(tokens_BND.view(4, 3, 8))
+        packing = options["context"].records["a"].packing
+        assert (packing.num_images, packing.num_tokens) == (2, 6)
+        torch.testing.assert_close(found.view(2, 6, 8), whole(tokens_BND))
