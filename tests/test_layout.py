@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 18_500), "workbench": (57, 12_700), "tests": (149, 32_300)}
-LIMITS |= {"hf": (6, 750), "tests/test_hf": (6, 800)}
+LIMITS = {"core": (77, 18_500), "workbench": (58, 12_945), "tests": (149, 32_300)}
+LIMITS |= {"hf": (7, 855), "tests/test_hf": (6, 1_095)}
 
 
 def layer_of(module):
