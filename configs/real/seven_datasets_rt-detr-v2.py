@@ -1,5 +1,5 @@
-# The seven datasets of seven_datasets.py in an RT-DETRv2 of Hugging Face's Transformers,
-# with the backbone, width, decoder and pipelines of the DINO there.
+# The seven datasets of seven_datasets.py in an RT-DETRv2 of Hugging Face's
+# Transformers, with the backbone, width, decoder and pipelines of the DINO there.
 # Requires: the extras `hf` and `pretrained`.
 from mmengine.config import Config
 

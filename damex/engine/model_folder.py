@@ -49,7 +49,7 @@ def write_model_folder(
 
     Args:
         folder: Where to write.
-        state: Weights by name. Each is written whole, also if two share their memory.
+        state: Weights by name.
         config: The whole resolved config as plain values.
         label_space: Classes and datasets, as of ``LabelSpace.to_metainfo``.
         meta: Further metadata of the checkpoint, those of `META`.
@@ -60,9 +60,8 @@ def write_model_folder(
     """
     # A list without a mark is what others expect of classes.
     space = dict(label_space, classes=[*label_space["classes"]])
-    content = dict(
-        format=FORMAT, damex=__version__, label_space=space, **meta, config=config
-    )
+    content = dict(format=FORMAT, damex=__version__, label_space=space, **meta)
+    content["config"] = config
     plain = {key: _encoded(value, key) for key, value in content.items()}
     for key, tensor in state.items():
         if not isinstance(tensor, Tensor):
@@ -70,10 +69,13 @@ def write_model_folder(
                 f"{key} in the weights is of type {type(tensor).__name__}, and "
                 f"{WEIGHTS} holds tensors only; save a checkpoint without it."
             )
-    tensors = {
-        key: tensor.detach().cpu().contiguous().clone() for key, tensor in state.items()
-    }
     write_json(folder / CONFIG, plain, indent=1)
+    write_weights(folder, state)
+
+
+def write_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Write weights beside a config, each whole, also if two share their memory."""
+    tensors = {key: t.detach().cpu().contiguous().clone() for key, t in state.items()}
     with atomic_write(folder / WEIGHTS) as part:
         try:
             save_file(tensors, part, metadata={"format": "pt", "damex": __version__})
@@ -192,9 +194,7 @@ def _problem(content: Any) -> str | None:
     if not isinstance(content, dict) or "format" not in content:
         return "it has no key 'format'"
     if content["format"] != FORMAT:
-        found = (
-            f"its format is {content['format']!r:.40}, and this damex reads {FORMAT}"
-        )
+        found = f"its format is {content['format']!r:.40}, this damex reads {FORMAT}"
         return f"{found} (a newer damex may read it)"
     config, space = content.get("config"), content.get("label_space")
     if not isinstance(config, dict) or not all(key.isidentifier() for key in config):

@@ -415,13 +415,15 @@ class Detector:
         dataset: str | None = None,
         image_size: tuple[int, int] | None = None,
     ) -> Path:
-        """Export to ONNX (.onnx), or the dense detector of one dataset to mmdet (.pth).
+        """Export to ONNX (.onnx), or that of one dataset to mmdet (.pth).
+
+        A ``MoETransformersDetector`` goes to Transformers instead, as a folder.
 
         Args:
-            path: The new file; it must not exist.
+            path: The new file or folder; it must not exist.
             dataset: For a detector of one dataset; the whole mixture by default.
-            image_size: Width and height to which the ONNX file resizes images; by
-                default those of the config.
+            image_size: Width and height to which the ONNX file, or the folder's image
+                processor, resizes images; by default those of the config.
 
         Raises:
             ConfigError: If the detector cannot be exported, or the file exists.

@@ -517,7 +517,7 @@ def test_missing_and_old_packages_are_named_first(tmp_path, capsys, monkeypatch)
     [
         ("there.onnx", {}, "there.onnx exists; remove it"),
         ("there.pth", {}, "there.py exists; remove it"),
-        ("park.pt", {}, "--out must end in .pth or .onnx, got"),
+        ("park.pt", {}, "--out must end in .pth or .onnx or /, got"),
         ("all.pth", dict(dataset=None), "add --dataset NAME"),
     ],
 )

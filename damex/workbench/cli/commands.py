@@ -180,30 +180,32 @@ def predict(
     "damex.workbench.export.export",
     "damex export epoch_3.pth --dataset boards --out boards.pth",
     "damex export epoch_3.pth --dataset boards --out boards.onnx",
+    "damex export epoch_3.pth --dataset boards --out boards/",
     "damex export epoch_3.pth --out mixture.onnx",
 )
 def export(
     checkpoint: Checkpoint,
     /,
     *,
-    out: Annotated[str, Parameter(metavar="FILE.pth|FILE.onnx")],
+    out: Annotated[str, Parameter(metavar="FILE.pth|FILE.onnx|FOLDER/")],
     dataset: str | None = None,
     image_size: Annotated[
         tuple[PositiveInt, PositiveInt] | None, Parameter(metavar="WIDTH HEIGHT")
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Export a detector to ONNX, or the dense detector of one dataset to mmdet.
+    """Export a detector to ONNX, or that of one dataset to mmdet or Transformers.
 
-    A .pth file with its config is for mmdet without damex; a .onnx file is for
-    onnxruntime alone.
+    A .pth file with its config is for mmdet without damex, a folder for Transformers
+    without damex (of a MoETransformersDetector); a .onnx file is for onnxruntime alone.
 
     Args:
-        out: The new checkpoint, with its config as FILE.py; or the ONNX graph.
+        out: The new checkpoint, with its config as FILE.py; the ONNX graph; or the
+            folder.
         dataset: Export the dense detector of this dataset (default: the detector with
             all datasets and experts; .onnx only).
-        image_size: Size in pixels to which FILE.onnx resizes images (default: that of
-            the test pipeline in the config).
+        image_size: Size in pixels to which FILE.onnx or the image processor of the
+            folder resizes images (default: that of the test pipeline in the config).
     """
 
 

@@ -65,8 +65,10 @@ def dense_ffn(block: MoEFFN, group: int) -> dict[str, Tensor]:
     moe = block.moe
     if block.norm is not None:
         raise _unsupported(block, "it has a norm before its experts (block.norm='pre')")
-    part: Any = _linear_part if isinstance(moe.experts, LowRankExperts) else _ffn_part
-    parts = [part(block, moe.experts, expert, weight)]
+    if isinstance(moe.experts, LowRankExperts):
+        parts = [_linear_part(block, group)]
+    else:
+        parts = [_ffn_part(block, moe.experts, expert, weight)]
     if moe.shared_expert is not None:
         parts.insert(0, _ffn_part(block, moe.shared_expert.expert, 0, 1.0))
     slope = parts[-1].pop(SLOPE, None)
@@ -142,19 +144,42 @@ def _ffn_part(
     return {name: tensor.detach() for name, tensor in found.items()}
 
 
-def _linear_part(
-    block: MoEFFN, bank: LowRankExperts, expert: int, weight: float
-) -> dict[str, Tensor]:
-    """A linear map of rank L as 2 L hidden units, by z = f(z) - f(-z)."""
-    if block.dense_activation not in ODD_PARTS:
-        raise _unsupported(block, f"its FFNs have {block.dense_activation}, not a ReLU")
-    down_LD = bank.down_EDL[expert].detach().t()
-    up_DL = bank.up_ELD[expert].detach().t() * weight
+def linear_map(block: MoEFFN, group: int) -> tuple[Tensor, Tensor]:
+    """Factors down_LD and up_DL of a group's expert, its gate weight in the second.
+
+    Raises:
+        ConfigError: If no such map equals the block, see `chosen_expert`.
+    """
+    expert, weight = chosen_expert(block, group)
+    bank = block.moe.experts
+    if not isinstance(bank, LowRankExperts):
+        raise _unsupported(block, f"its experts are {type(bank).__name__}")
+    down_LD, up_DL = bank.down_EDL[expert].t(), bank.up_ELD[expert].t()
+    return down_LD.detach(), up_DL.detach() * weight
+
+
+def linear_units(
+    block: MoEFFN, group: int, *, activation: str | None
+) -> tuple[Tensor, Tensor]:
+    """Weights of 2 L hidden units of an FFN that equal `linear_map`: z = f(z) - f(-z).
+
+    Raises:
+        ConfigError: If the activation f is not so, or there is no such map.
+    """
+    down_LD, up_DL = linear_map(block, group)
+    if activation not in ODD_PARTS:
+        raise _unsupported(block, f"its FFNs have {activation}, not a ReLU")
+    return torch.cat([down_LD, -down_LD]), torch.cat([up_DL, -up_DL], dim=1)
+
+
+def _linear_part(block: MoEFFN, group: int) -> dict[str, Tensor]:
+    """A linear map as mmcv's FFN."""
+    rows_HD, columns_DH = linear_units(block, group, activation=block.dense_activation)
     return {
-        "0.0.weight": torch.cat([down_LD, -down_LD]),
-        "0.0.bias": down_LD.new_zeros(2 * len(down_LD)),
-        "1.weight": torch.cat([up_DL, -up_DL], dim=1),
-        "1.bias": up_DL.new_zeros(len(up_DL)),
+        "0.0.weight": rows_HD,
+        "0.0.bias": rows_HD.new_zeros(len(rows_HD)),
+        "1.weight": columns_DH,
+        "1.bias": columns_DH.new_zeros(len(columns_DH)),
     }
 
 

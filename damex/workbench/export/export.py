@@ -1,10 +1,11 @@
-"""``damex export``: detectors for mmdet or ONNX, written only if they are equal.
+"""``damex export``: detectors for mmdet, Transformers or ONNX, equal to damex's.
 
 Axes: H and W rows and columns of an image, K detections per image.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from damex.datasets.pixels import read_pixels
 from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write
+from damex.hf.detector import MoETransformersDetector
 from damex.inference.media import Inputs, Picture, detect
 from damex.inference.predictor import labels_by_group
 from damex.inference.stored import DetectorCheckpoint, check_target, millions
@@ -35,8 +37,15 @@ from damex.workbench.export.onnx_graph import (
     check_steps,
     to_onnx,
 )
+from damex.workbench.export.plain_transformers import (
+    PlainTransformers,
+    TransformersGraph,
+    extract_plain,
+)
 from damex.workbench.export.specialist import Specialist, extract
 
+FOLDER = "/"
+FORMS = (".pth", ".onnx", FOLDER)  # of --out
 SCORE_TOLERANCE, BOX_TOLERANCE = 1e-3, 0.1  # of a probability, of a pixel
 # Detections below this share of the best score are not compared: rounding ranks them.
 LEAST_SHARE = 0.1
@@ -70,22 +79,17 @@ def write_export(
     trust: bool,
 ) -> list[str]:
     """Write the file, and return lines about it; see `damex.Detector.export`."""
-    path = Path(out)
-    as_onnx = path.suffix == ".onnx"
-    check_target(path, suffixes=(".pth", ".onnx"), with_config=not as_onnx)
-    if as_onnx:
-        check_packages()
-    elif image_size is not None:
-        raise ConfigError(
-            "--image-size is for a .onnx file; a .pth takes images of any size."
-        )
-    elif dataset is None:
-        raise ConfigError(
-            "a .pth file is of one dataset: add --dataset NAME. The whole mixture can "
-            "be a .onnx file."
-        )
+    path, form = Path(out), _form_of(out)
+    _check_request(path, form, dataset, image_size)
     stored = DetectorCheckpoint.read(checkpoint, trust=trust)
-    if as_onnx:
+    is_plain = stored.model.get("type") == MoETransformersDetector.__name__
+    if form == (".pth" if is_plain else FOLDER):
+        of, other = ("Transformers", "folder/") if is_plain else ("mmdet", "file.pth")
+        raise ConfigError(
+            f"the detector in {checkpoint} is of {of}, which {out} is not for; "
+            f"name --out {other} or file.onnx."
+        )
+    if form != ".pth":
         check_steps(stored.pipeline)
     if image_size is not None:
         stored = stored.resized(image_size)
@@ -93,30 +97,58 @@ def write_export(
     about = f"{len(space.dataset_names)} datasets, {space.num_classes} classes, "
     about += f"{millions(stored.state)} million parameters"
     if dataset is not None:
-        specialist = extract(stored, dataset)
+        specialist = (extract_plain if is_plain else extract)(stored, dataset)
         classes = len(specialist.classes)
         about = (
             f"{dataset}: {classes} class{'es' * (classes != 1)}, "
             f"{millions(specialist.state)} million parameters of "
             f"{millions(stored.state)}"
         )
-    if specialist is None or as_onnx:
+    if specialist is None or form == ".onnx":
         first, *lines = _export_onnx(stored, specialist, dataset, path)
         needs = "onnxruntime alone"
     else:
-        first, lines = f"written: {path} and {specialist.write(path)}", []
-        needs = f"mmdet, without damex{specialist.needs}"
+        files = dict.fromkeys([path, specialist.write(path)])
+        first, lines = f"written: {' and '.join(map(str, files))}", []
+        needs = f"{specialist.library}, without damex{specialist.needs}"
     return [first, f"{about}; for {needs}", *lines]
+
+
+def _form_of(out: str) -> str:
+    """What to write: the suffix of a file, or a folder."""
+    is_folder = out.endswith(("/", os.sep))
+    return FOLDER if is_folder else Path(out).suffix or FOLDER
+
+
+def _check_request(
+    path: Path, form: str, dataset: str | None, size: tuple[int, int] | None
+) -> None:
+    """Raise a ConfigError for options that do not go together, or a taken path."""
+    suffixes = (path.suffix,) if form == FOLDER else FORMS
+    check_target(path, suffixes=suffixes, with_config=form == ".pth")
+    if form == ".onnx":
+        check_packages()
+    elif size is not None and form == ".pth":
+        raise ConfigError(
+            "--image-size is for a .onnx file or a folder; a .pth takes images of any "
+            "size."
+        )
+    elif dataset is None:
+        what = "folder" if form == FOLDER else f"{form} file"
+        raise ConfigError(
+            f"a {what} is of one dataset: add --dataset NAME. The whole mixture can be "
+            "a .onnx file."
+        )
 
 
 def _export_onnx(
     stored: DetectorCheckpoint,
-    specialist: Specialist | None,
+    specialist: Specialist | PlainTransformers | None,
     dataset: str | None,
     out: Path,
 ) -> list[str]:
     """Write a specialist or a mixture as ONNX, if both detect the same."""
-    space, labels, votes = stored.space, None, None
+    space, labels, votes, library = stored.space, None, None, "mmdet"
     about: dict[str, Any] = dict(damex=__version__)
     if specialist is None:
         names, labels = space.dataset_names, labels_by_group(space)
@@ -126,9 +158,11 @@ def _export_onnx(
         about["labels"] = dict(zip(space.group_names, labels, strict=True))
     else:
         names = (str(dataset),)
+        library = specialist.library
         detector, reference = specialist.build(), specialist.build()
         about |= dict(classes=specialist.classes, dataset=dataset)
-    graph = DetectorGraph(detector, stored.pipeline, votes).eval()
+    kind = DetectorGraph if library == "mmdet" else TransformersGraph
+    graph = kind(detector, stored.pipeline, votes).eval()
     content = to_onnx(graph, about)
     session, inputs = start_session(content), Inputs(stored.pipeline)
     run_mmdet = partial(detections_of_mmdet, inputs, detector=reference, labels=labels)
@@ -146,7 +180,7 @@ def _export_onnx(
     for name, image in images.items():
         parity = compare(run_mmdet, run_graph, [image, *more])
         where = f"{name}, in {parity.images} shapes" if more else name
-        lines.append(parity.line(where, out))
+        lines.append(parity.line(where, out, library))
         more = []
     with atomic_write(out) as part:
         part.write_bytes(content)
@@ -158,7 +192,7 @@ def _export_onnx(
         f"it resizes to {size}",
         *lines,
         f"milliseconds per image on one thread: {onnx_ms:.1f} in onnxruntime, "
-        f"{torch_ms:.1f} in mmdet",
+        f"{torch_ms:.1f} in {library}",
     ]
 
 
@@ -200,7 +234,7 @@ class Parity(NamedTuple):
         """Whether all differences are within the tolerances."""
         return self.scores <= SCORE_TOLERANCE and self.boxes <= BOX_TOLERANCE
 
-    def line(self, where: str, out: Path) -> str:
+    def line(self, where: str, out: Path, library: str) -> str:
         """The comparison in words; ConfigError if the differences are too large."""
         differences = (
             f"scores differ by {self.scores:.1e} at most, boxes by "
@@ -209,11 +243,11 @@ class Parity(NamedTuple):
         if not self.is_close:
             raise ConfigError(
                 f"{out} was not written: on {where}, the graph does not detect what "
-                f"mmdet does ({differences}; allowed are {SCORE_TOLERANCE:g} and "
+                f"{library} does ({differences}; allowed are {SCORE_TOLERANCE:g} and "
                 f"{BOX_TOLERANCE:g})."
             )
         return (
-            f"compared with mmdet on {where}: {differences} ({self.detections} "
+            f"compared with {library} on {where}: {differences} ({self.detections} "
             f"detections of {self.least_score:.2f} or more)"
         )
 
@@ -236,7 +270,7 @@ def compare(of_mmdet: Run, of_graph: Run, images: Sequence[np.ndarray]) -> Parit
         parities.append((number, least, *difference(expected, found, least=least)))
     if not parities:
         raise ConfigError(
-            f"mmdet itself fails on images of this size ({problem}); try a larger "
+            f"the detector fails on images of this size ({problem}); try a larger "
             "--image-size."
         )
     numbers, leasts, *differences = zip(*parities, strict=True)

@@ -101,20 +101,10 @@ class DetectorGraph(nn.Module):
         votes: ImageVotes | None = None,
     ) -> None:
         super().__init__()
-        if type(detector) not in (DINO, DeformableDETR):
-            raise ConfigError(
-                f"the detector is a {type(detector).__name__}; as ONNX DINO and "
-                "DeformableDETR can be written. For mmdet: --dataset NAME --out F.pth."
-            )
-        if not detector.bbox_head.loss_cls.use_sigmoid:
-            raise ConfigError(
-                "the detector's classes exclude each other (a softmax); as ONNX those "
-                "with a sigmoid can be written."
-            )
-        unroll(detector)
         self.detector, self.pipeline, self.votes = detector, pipeline, votes
+        self._adopt()
         most = detector.num_queries
-        self.max_per_img: int = detector.test_cfg.get("max_per_img", most)
+        self.max_per_img: int = detector.bbox_head.test_cfg.get("max_per_img", most)
         steps = {step["type"]: step for step in pipeline}
         scale = steps["Resize"]["scale"]
         self.scale = (scale, scale) if isinstance(scale, int) else tuple(scale)
@@ -130,6 +120,21 @@ class DetectorGraph(nn.Module):
         self.register_buffer("foreign_GC", foreign_GC)
         self.outputs = OUTPUTS if votes is None else (*OUTPUTS, PROBABILITIES)
 
+    def _adopt(self) -> None:
+        """Replace layers in place; ConfigError if the detector is not supported."""
+        detector = self.detector
+        if type(detector) not in (DINO, DeformableDETR):
+            raise ConfigError(
+                f"the detector is a {type(detector).__name__}; as ONNX DINO and "
+                "DeformableDETR can be written. For mmdet: --dataset NAME --out F.pth."
+            )
+        if not detector.bbox_head.loss_cls.use_sigmoid:
+            raise ConfigError(
+                "the detector's classes exclude each other (a softmax); as ONNX those "
+                "with a sigmoid can be written."
+            )
+        unroll(detector)
+
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         """Detect objects in images of one size, uint8 in RGB (B, H, W, 3).
 
@@ -139,10 +144,9 @@ class DetectorGraph(nn.Module):
             are detected, and the group probabilities (B, G) follow.
         """
         pixels_B3HW, image, padded, file_2 = self.prepare(images)
-        maps = self.detector.extract_feat(pixels_B3HW)
         if self.votes is not None:
             self.votes.begin()
-        logits_BQC, boxes_BQ4 = self._transform(maps, image, padded)
+        logits_BQC, boxes_BQ4 = self._transform(pixels_B3HW, image, padded)
         if self.votes is None:
             return self._best(logits_BQC, boxes_BQ4, file_2)
         probabilities_BG = self.votes.probabilities()
@@ -198,10 +202,11 @@ class DetectorGraph(nn.Module):
         return size
 
     def _transform(
-        self, maps: Sequence[Tensor], size: Sequence[int], padded: Sequence[int]
+        self, pixels_B3HW: Tensor, size: Sequence[int], padded: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """Logits (B, Q, C) and relative boxes; replaces mmdet's ``pre_transformer``."""
         detector = self.detector
+        maps = detector.extract_feat(pixels_B3HW)
         shapes = [one.shape[2:] for one in maps]
         masks = [_mask(shape, size, padded) for shape in shapes]
         positions = [

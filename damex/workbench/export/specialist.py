@@ -38,6 +38,7 @@ class Specialist:
     classes: tuple[str, ...]
     config: PlainConfig
     state: Mapping[str, Tensor]
+    library = "mmdet"
 
     @property
     def needs(self) -> str:
@@ -82,7 +83,7 @@ def extract(stored: DetectorCheckpoint, dataset: str) -> Specialist:
     model = _plain_model(stored.model, detector, len(labels), state)
     plain = MODELS.build(ConfigDict(copy.deepcopy(model)))
     _check_types(plain, stored.pipeline)
-    state = _of_classes(state, plain.state_dict(), labels, detector.bbox_head)
+    state = of_classes(state, plain.state_dict(), labels, detector.bbox_head)
     plain.load_state_dict(state)
     classes = tuple(stored.space.classes[label] for label in labels)
     return Specialist(classes, _whole_config(model, stored.pipeline, classes), state)
@@ -219,7 +220,7 @@ def _check_types(detector: nn.Module, pipeline: Sequence[Mapping[str, Any]]) -> 
             )
 
 
-def _of_classes(
+def of_classes(
     state: Mapping[str, Tensor],
     plain: Mapping[str, Tensor],
     labels: Sequence[int],

@@ -1,0 +1,188 @@
+"""A plain detector of Transformers of one dataset, from a mixture of experts.
+
+Axes: B images, C classes, D channels, H hidden units of an FFN, U new ones, L rank, Q
+queries.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from damex.errors import ConfigError
+from damex.hf.detector import TransformersDetector
+from damex.hf.families import RF_DETR, sites_of
+from damex.hf.folder import image_processor, probes, write_folder
+from damex.inference.stored import DetectorCheckpoint
+from damex.workbench.export.dense_experts import linear_map, linear_units
+from damex.workbench.export.onnx_graph import DetectorGraph
+from damex.workbench.export.specialist import clamp_max_per_img, of_classes
+from damex.workbench.export.symbolic_sizes import size_tensor
+
+KEPT = ("config", "backbone", "test_cfg", "data_preprocessor")  # of the model's config
+OPEN = 32.0  # silu(32) is 32, exactly, also in float16
+
+
+@dataclass(frozen=True)
+class PlainTransformers:
+    """A detector of one dataset's classes that Transformers runs without damex."""
+
+    classes: tuple[str, ...]
+    model: Mapping[str, Any]
+    pipeline: Sequence[Mapping[str, Any]]
+    state: Mapping[str, Tensor]
+    library, needs = "Transformers", ""
+
+    def build(self) -> TransformersDetector:
+        """Build the detector on the CPU, in eval mode."""
+        detector = TransformersDetector(**copy.deepcopy(dict(self.model)))
+        detector.load_state_dict(dict(self.state))
+        return detector.eval()
+
+    def write(self, folder: Path) -> Path:
+        """Write a folder for ``from_pretrained``; see `damex.hf.folder`."""
+        if "backbone" in self.model:
+            raise ConfigError(
+                "Transformers cannot read a model whose backbone is a TimmBackbone of "
+                "damex; export a .onnx file."
+            )
+        detector = self.build()
+        processor = image_processor(detector, self.pipeline)
+        write_folder(folder, detector, classes=self.classes, processor=processor)
+        return folder
+
+
+def extract_plain(stored: DetectorCheckpoint, dataset: str) -> PlainTransformers:
+    """Extract the plain detector that equals a mixture of experts given its dataset.
+
+    From a detector without experts, only classes are removed.
+
+    Raises:
+        ConfigError: If the dataset is unknown, or no plain detector is equal.
+    """
+    if stored.model["config"]["model_type"] == RF_DETR:
+        raise ConfigError(
+            "an RF-DETR has its experts in blocks of its backbone and cannot be "
+            "exported; use damex predict, or damex.load in Python."
+        )
+    number = stored.dataset_id(dataset)
+    labels = stored.space.valid_labels(number)
+    detector: Any = stored.build()
+    model = copy.deepcopy({k: stored.model[k] for k in KEPT if k in stored.model})
+    model["bbox_head"] = dict(num_classes=len(labels))
+    clamp_max_per_img(model, detector, len(labels))
+    widths, ffns = _without_experts(detector, stored.space.group_id(number))
+    model["config"] |= widths
+    plain = TransformersDetector(**copy.deepcopy(model)).state_dict()
+    state = {**detector.state_dict(), **ffns}
+    state = of_classes(state, plain, labels, detector.bbox_head)
+    classes = tuple(stored.space.classes[label] for label in labels)
+    return PlainTransformers(classes, model, stored.pipeline, state)
+
+
+def _without_experts(
+    detector: Any, group: int
+) -> tuple[dict[str, int], dict[str, Tensor]]:
+    """Widths of FFNs for the model's config, and tensors of FFNs that hold experts.
+
+    The layers of encoder and decoder have one width each.
+    """
+    names = {module: name for name, module in detector.named_modules()}
+    widths, state = dict[str, int](), dict[str, Tensor]()
+    for part, layers in sites_of(detector.detr).items():
+        activation = getattr(detector.detr.config, f"{part}_activation_function")
+        units = [_units(layer, group, activation) for layer in layers]
+        most = max((columns.shape[1] for _, columns in units), default=0)
+        for layer, one in zip(layers, units, strict=True):
+            ffn = _widened(layer.mlp, *one, most)
+            state |= {f"{names[layer.mlp]}.{key}": value for key, value in ffn.items()}
+            count = len(one[0])  # a gated FFN divides its width
+            key = f"{part}_ffn_dim"
+            width = getattr(detector.detr.config, key)
+            widths[key] = (width // count + most) * count
+    return widths, state
+
+
+Rows = Sequence[tuple[Tensor, float]]  # weights (U, D) and bias
+
+
+def _units(layer: Any, group: int, activation: str) -> tuple[Rows, Tensor]:
+    """Hidden units that equal a layer's experts: rows and columns (D, U) of its FFN."""
+    *hidden, last = _linears(layer.mlp).values()
+    adapter = getattr(layer, "adapter", None)
+    if adapter is None:
+        return [(one.weight[:0], 0.0) for one in hidden], last.weight[:, :0]
+    if len(hidden) == 1:
+        rows_UD, columns_DU = linear_units(adapter, group, activation=activation)
+        return [(rows_UD, 0.0)], columns_DU
+    # DEIMv2's silu(gate) * up: gates that stay open are a linear map.
+    down_LD, up_DL = linear_map(adapter, group)
+    return [(torch.zeros_like(down_LD), OPEN), (down_LD, 0.0)], up_DL / OPEN
+
+
+def _widened(mlp: Any, rows: Rows, columns_DU: Tensor, most: int) -> dict[str, Tensor]:
+    """State dict of an FFN with ``most`` more units; those not given add nothing."""
+    *hidden, (last, linear) = _linears(mlp).items()
+    blank = most - columns_DU.shape[1]
+    weight_DH = torch.cat([linear.weight, columns_DU], dim=1)
+    found = {
+        f"{last}.weight": functional.pad(weight_DH, (0, blank)),
+        f"{last}.bias": linear.bias,
+    }
+    for (name, linear), (rows_UD, bias) in zip(hidden, rows, strict=True):
+        weight_HD = torch.cat([linear.weight, rows_UD])
+        bias_H = torch.cat([linear.bias, linear.bias.new_full([len(rows_UD)], bias)])
+        found[f"{name}.weight"] = functional.pad(weight_HD, (0, 0, 0, blank))
+        found[f"{name}.bias"] = functional.pad(bias_H, (0, blank))
+    return {key: value.detach() for key, value in found.items()}
+
+
+def _linears(mlp: nn.Module) -> dict[str, nn.Linear]:
+    return {n: one for n, one in mlp.named_modules() if isinstance(one, nn.Linear)}
+
+
+class TransformersGraph(DetectorGraph):
+    """Exportable forward of a plain detector of Transformers, as a whole.
+
+    Raises:
+        ConfigError: If images do not get one canvas.
+    """
+
+    def _adopt(self) -> None:
+        probes(self.detector, self.pipeline)
+
+    def _transform(
+        self, pixels_B3HW: Tensor, size: Sequence[int], padded: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        model = self.detector.detr
+        with _symbolic_batch(sys.modules[type(model).__module__]):
+            found = model(pixel_values=pixels_B3HW)
+        share_2 = (size_tensor(size) / size_tensor(padded)).float()
+        return found.logits, found.pred_boxes / share_2.flip(0).repeat(2)
+
+
+@contextmanager
+def _symbolic_batch(module: Any) -> Iterator[None]:
+    """Let a module of Transformers take any number of images.
+
+    ``len`` of a tensor would fix it, and ONNX has no assertion for another.
+    """
+    before = dict(len=len, torch_compilable_check=module.torch_compilable_check)
+    vars(module).update(len=_length, torch_compilable_check=lambda *_, **__: None)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+def _length(value: Any) -> Any:
+    return value.shape[0] if isinstance(value, Tensor) else len(value)

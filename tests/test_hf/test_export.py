@@ -1,0 +1,334 @@
+"""Detectors of Transformers, written for Transformers alone and as ONNX graphs."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmengine.config import Config
+from PIL import Image
+
+from damex.__main__ import main
+from damex.datasets.label_space import LabelSpace
+from damex.inference import Predictor
+from damex.inference.stored import DetectorCheckpoint
+
+pytest.importorskip("transformers", reason="needs the extra hf")
+
+import transformers
+
+from damex.hf.folder import image_processor
+from damex.hf.weights import load_from_transformers
+from damex.inference.media import Inputs
+from damex.workbench.export.plain_transformers import TransformersGraph, extract_plain
+from tests.test_hf.conftest import PREPROCESSOR
+from tests.test_inference.test_export import InTorch, check, pictures
+
+PAGE = Path(__file__).parents[2] / "docs/guides/transformers.md"
+SPACE = LabelSpace(
+    classes=("car", "person", "dog", "kite"),
+    dataset_names=("street", "park"),
+    dataset_classes=(
+        {"car": "car", "person": "person"},
+        {"walker": "person", "dog": "dog", "kite": "kite"},
+    ),
+    groups=("street", "park"),
+)
+LOAD, PACK = dict(type="LoadImageFromFile"), dict(type="PackDetInputs")
+RESIZE = dict(type="Resize", scale=(64, 64), keep_ratio=True)
+PAD = dict(type="Pad", size=(64, 64))
+
+
+FAMILIES = "rt_detr_v2", "d_fine", "deimv2"
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request):
+    """Every family that can be exported, one after the other."""
+    return request.param
+
+
+@pytest.fixture
+def save(tmp_path, build_hf, model_of):
+    """Save a detector whose experts, scores and boxes are far apart."""
+
+    def make(family, *, steps=(RESIZE, PAD), **options):
+        detector = build_hf(family, moving=True, **options)
+        generator = torch.Generator().manual_seed(1)
+        for name, value in detector.named_parameters():
+            if "norm" in name or value.dim() == 1:
+                continue
+            noise = torch.randn(value.shape, generator=generator)
+            scale = 0.4 if "class_embed" in name or "score_head" in name else 0.1
+            value.data += noise * scale
+        for module in detector.modules():
+            if isinstance(module, torch.nn.BatchNorm2d):
+                torch.nn.init.ones_(module.weight)  # Transformers' are near zero
+        config = Config(
+            dict(
+                model=model_of(family, **options),
+                test_dataloader=dict(dataset=dict(pipeline=[LOAD, *steps, PACK])),
+            )
+        )
+        meta = dict(cfg=config.pretty_text, dataset_meta=SPACE.to_metainfo())
+        path = tmp_path / f"{family}.pth"
+        torch.save(dict(meta=meta, state_dict=detector.state_dict()), path)
+        return path
+
+    return make
+
+
+def plain_of(checkpoint, dataset="park"):
+    return extract_plain(DetectorCheckpoint.read(str(checkpoint)), dataset)
+
+
+def load(folder):
+    """Model and image processor, as a user of Transformers loads them."""
+    model, info = transformers.AutoModelForObjectDetection.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(info.values())
+    return model, transformers.AutoImageProcessor.from_pretrained(folder)
+
+
+def detections(model, processor, image, **options):
+    """What Transformers finds in an RGB image that is 64 pixels high or wide."""
+    inputs = processor(images=image, return_tensors="pt", **options)
+    with torch.no_grad():
+        outputs = model(**inputs)
+    (found,) = processor.post_process_object_detection(
+        outputs, threshold=0.0, target_sizes=[(64, 64)]
+    )
+    return outputs, {key: value[:10] for key, value in found.items()}
+
+
+def best(**changes):
+    """damex_best with other parts."""
+    moe = Config.fromfile(PAGE.parents[2] / "configs/_base_/moe/damex_best.py").moe
+    return {**moe, **changes}
+
+
+TWICE = dict(type="TopKGate", k=1, renormalize=True, weight_scale=2.0)
+MOES = {
+    "best": {},
+    "some layers, weights of 2": dict(
+        moe=best(layers=dict(decoder=[1], encoder="all"), gate=TWICE)
+    ),
+    "no experts": dict(moe=None, num_groups=None),
+}
+
+
+@pytest.mark.parametrize("options", MOES.values(), ids=MOES)
+def test_a_folder_equals_the_mixture_that_is_told(save, family, tmp_path, options):
+    checkpoint = save(family, **options)
+    plain_of(checkpoint).write(tmp_path / "park")
+    model, processor = load(tmp_path / "park")
+    assert model.config.id2label == {0: "person", 1: "dog", 2: "kite"}
+    predictor = Predictor(checkpoint, device="cpu")
+    for seed, size in enumerate([(64, 40), (32, 64)]):
+        (image,) = pictures(size, 1, seed=seed)
+        (told,) = predictor(image, dataset="park", min_score=0.0)
+        outputs, found = detections(model, processor, image)
+        assert [model.config.id2label[n] for n in found["labels"].tolist()] == [
+            *told.names
+        ]
+        assert np.abs(found["scores"].numpy() - told.scores).max() < 1e-5
+        boxes = found["boxes"].clamp(0, 64).numpy()
+        assert np.abs(boxes - told.boxes).max() < 64 * 1e-5
+    # Experts make a difference, so that leaving them out would be seen.
+    if options.get("moe", 1) is not None:
+        for layer in model.model.decoder.layers:
+            last = [m for m in layer.mlp.modules() if isinstance(m, torch.nn.Linear)][
+                -1
+            ]
+            hidden = 32 if family == "deimv2" else 64
+            assert last.in_features > hidden
+            last.weight.data[:, hidden:] = 0.0
+        other, _ = detections(model, processor, image)
+        assert (other.logits - outputs.logits).abs().max() > 1e-2
+
+
+def test_a_folder_is_loaded_by_damex_again(save, tmp_path):
+    plain = plain_of(save("deimv2"), "street")
+    plain.write(tmp_path / "street")
+    content = load_from_transformers(f"hf://{tmp_path / 'street'}")
+    assert content["meta"]["dataset_meta"]["classes"] == ("car", "person")
+    assert content["state_dict"].keys() == plain.state.keys()
+    for key, value in content["state_dict"].items():
+        assert torch.equal(value, plain.state[key]), key
+
+
+@pytest.mark.parametrize(
+    ("steps", "size", "canvas"),
+    [
+        ((RESIZE, PAD), (64, 64), (64, 64)),
+        ((RESIZE, dict(type="Pad", pad_to_square=True)), (64, 64), (64, 64)),
+        ((RESIZE, PAD), (80, 80), (96, 96)),  # whole strides
+        ((dict(type="Resize", scale=(96, 64)),), (96, 64), (64, 96)),
+    ],
+    ids=["canvas", "square", "strides", "stretched"],
+)
+def test_the_image_processor_shows_what_the_pipeline_shows(
+    save, tmp_path, steps, size, canvas
+):
+    """Twice the size: antialiasing has no effect. Rounding of sides has one."""
+    stored = DetectorCheckpoint.read(str(save("rt_detr_v2", steps=steps)))
+    plain = extract_plain(stored.resized(size), "park")
+    detector, (image,) = plain.build(), pictures((size[0] // 2, 20), 1, seed=0)
+    (inputs,) = image_processor(detector, plain.pipeline)(
+        images=image, return_tensors="pt"
+    ).pixel_values
+    assert inputs.shape[1:] == canvas
+    packed = Inputs(plain.pipeline)(image)
+    data = {key: [packed[key]] for key in ("inputs", "data_samples")}
+    (expected,) = detector.data_preprocessor(data)["inputs"]
+    assert (inputs - expected).abs().max() < 1.5 / 255
+
+
+REFUSED = {
+    "soft": (dict(moe=best(gate=dict(type="TopKGate", k=1))), "renormalize=False"),
+    "affine": (dict(moe=best(experts=dict(type="AffineExperts"))), "are AffineExperts"),
+    "tanh": (dict(config=dict(encoder_activation_function="tanh")), "FFNs have tanh"),
+    "sizes": (dict(steps=(RESIZE, dict(type="Pad", size_divisor=32))), "in one size"),
+    "steps": (dict(steps=(dict(type="RandomFlip"), RESIZE)), "applies LoadImageFrom"),
+    "mean": (
+        dict(data_preprocessor=dict(PREPROCESSOR, mean=[9.0] * 3)),
+        "export a .onnx file, which prepares images itself",
+    ),
+    "channels": (
+        dict(data_preprocessor=dict(PREPROCESSOR, bgr_to_rgb=False)),
+        r"scales pixels to \[0, 1\] and pads with black",
+    ),
+    "portraits": (
+        dict(steps=({**RESIZE, "scale": (96, 64)}, dict(type="Pad", size=(96, 96)))),
+        "shows images otherwise",
+    ),
+}
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_has_no_plain_equal_is_refused(save, tmp_path, capsys, options, words):
+    checkpoint = save("rt_detr_v2", **options)
+    assert export(checkpoint, tmp_path / "park") == 2
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search(words, error)
+    assert not (tmp_path / "park").exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [("rf_detr", "cannot be exported"), ("d_fine timm", "cannot read .* a .onnx file")],
+)
+def test_what_no_folder_holds_is_refused(save, tmp_path, capsys, family, words):
+    assert export(save(family), tmp_path / "park") == 2
+    assert re.search(words, capsys.readouterr().err)
+    assert not (tmp_path / "park").exists()
+
+
+def export(checkpoint, out, *more, dataset="park"):
+    named = () if dataset is None else ("--dataset", dataset)
+    words = ("export", checkpoint, *named, "--out", out, *more)
+    return main([str(word) for word in words])
+
+
+def test_the_command_writes_a_folder(save, tmp_path, capsys):
+    checkpoint, out = save("rt_detr_v2"), tmp_path / "park.v2"
+    capsys.readouterr()
+    assert export(checkpoint, f"{out}/", "--image-size", 96, 96) == 0
+    written, about = capsys.readouterr().out.splitlines()
+    assert written == f"written: {out}"
+    assert about.startswith("park: 3 classes, 0.")
+    assert about.endswith("; for Transformers, without damex")
+    files = ["config.json", "model.safetensors", "preprocessor_config.json"]
+    assert sorted(one.name for one in out.iterdir()) == files
+    assert load(out)[1].pad_size == dict(height=96, width=96)
+    assert export(checkpoint, f"{out}/") == 2
+    assert f"{out} exists; remove it" in capsys.readouterr().err
+
+
+def test_forms_that_do_not_fit_are_refused(save, tmp_path, capsys):
+    checkpoint = save("rt_detr_v2")
+    for out, options, words in [
+        (
+            "park.pth",
+            {},
+            r"is of Transformers, which .*park.pth is not for; name --out",
+        ),
+        ("all", dict(dataset=None), "a folder is of one dataset: add --dataset NAME"),
+        ("all.onnx", dict(dataset=None), "so that ONNX can express it with --dataset"),
+    ]:
+        assert export(checkpoint, tmp_path / out, **options) == 2
+        assert re.search(words, capsys.readouterr().err)
+    content = torch.load(checkpoint, weights_only=False)
+    text = Config.fromstring(content["meta"]["cfg"], ".py")
+    text.model = dict(type="MoEDINO")
+    content["meta"]["cfg"] = text.pretty_text
+    torch.save(content, checkpoint)
+    assert export(checkpoint, tmp_path / "park") == 2
+    assert re.search("is of mmdet, which .*park is not", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "d_fine timm"])
+@pytest.mark.parametrize(
+    "exported", [False, pytest.param(True, marks=pytest.mark.slow)]
+)
+def test_a_graph_detects_what_the_plain_detector_does(save, family, exported):
+    """In batches of several sizes, none of which the graph was made with."""
+    plain = plain_of(save(family))
+    graph = TransformersGraph(plain.build(), plain.pipeline).eval()
+    check(graph, plain.build(), session=None if exported else InTorch(graph))
+
+
+ALONE = """
+import sys
+
+class Alone:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("damex", "mmcv", "mmdet", "mmengine"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Alone())
+"""
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_runs_without_damex(save, tmp_path):
+    """On an image that lies on its side and is not resized, and on a larger one."""
+    codes = re.findall(r"```python\n(import [^`]*)```", PAGE.read_text("utf-8"))
+    first, second = (code.replace("256", "64").replace("0.3", "0.0") for code in codes)
+    checkpoint = save("d_fine")
+    plain_of(checkpoint).write(tmp_path / "playroom")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turned by 90 degrees
+    rooms = tmp_path / "room.jpg", tmp_path / "large.png"
+    Image.fromarray(pictures((64, 40), 1, seed=3)[0]).save(rooms[0], exif=exif)
+    Image.fromarray(pictures((210, 90), 1, seed=4)[0]).save(rooms[1])
+    detect = first[first.index("with torch.no_grad") :]
+    again = "print(10 * '-')\nimage = Image.open('large.png')\n"
+    prepare = first[first.index("inputs = ") : first.index("with torch.no_grad")]
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE + first + again + prepare + second + detect],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    predictor = Predictor(checkpoint, device="cpu")
+    for room, text in zip(rooms, done.stdout.split(10 * "-"), strict=True):
+        (told,) = predictor(room, dataset="park", min_score=0.0)
+        lines = [line for line in text.splitlines() if "[" in line][:10]
+        for line, *known in zip(
+            lines, told.names, told.scores, told.boxes, strict=True
+        ):
+            name, score, box = line.split(maxsplit=2)
+            assert name == known[0]
+            assert float(score) == pytest.approx(known[1], abs=1e-5)
+            box = np.clip(json.loads(box), 0, max(told.width, told.height))
+            assert box == pytest.approx(known[2], abs=1e-2)
