@@ -1,5 +1,5 @@
-# Template for training one detector on several datasets of your own. Copy this file to
-# configs/my_mixture.py, list your datasets, and run
+# Template for one detector on several datasets of your own. Name it in _base_ of
+# configs/my_mixture.py, or copy it there; list your datasets, and run
 #   damex train configs/my_mixture.py
 # The detector is suited to a few hundred images per dataset and trains on a CPU. With a
 # GPU and more images, use a full-size detector pretrained on COCO as base instead, for
