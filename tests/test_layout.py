@@ -13,7 +13,7 @@ ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
 LIMITS = {"core": (77, 18_500), "workbench": (58, 12_945), "tests": (149, 32_300)}
-LIMITS |= {"hf": (7, 855), "tests/test_hf": (6, 1_095)}
+LIMITS |= {"hf": (7, 855), "tests/test_hf": (6, 1_100)}
 
 
 def layer_of(module):
