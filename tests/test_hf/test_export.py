@@ -273,13 +273,22 @@ def test_forms_that_do_not_fit_are_refused(save, tmp_path, capsys):
     assert re.search("is of mmdet, which .*park is not", capsys.readouterr().err)
 
 
+STRETCHED = dict(type="Resize", scale=(90, 64))
+
+
 @pytest.mark.parametrize("family", [*FAMILIES, "d_fine timm"])
 @pytest.mark.parametrize(
-    "exported", [False, pytest.param(True, marks=pytest.mark.slow)]
+    ("steps", "exported"),
+    [
+        ((RESIZE, PAD), False),
+        ((STRETCHED,), False),  # 64 x 90 pixels of 64 x 96
+        pytest.param((RESIZE, PAD), True, marks=pytest.mark.slow),
+    ],
+    ids=["canvas", "strides", "exported"],
 )
-def test_a_graph_detects_what_the_plain_detector_does(save, family, exported):
+def test_a_graph_detects_what_the_plain_detector_does(save, family, steps, exported):
     """In batches of several sizes, none of which the graph was made with."""
-    plain = plain_of(save(family))
+    plain = plain_of(save(family, steps=steps))
     graph = TransformersGraph(plain.build(), plain.pipeline).eval()
     check(graph, plain.build(), session=None if exported else InTorch(graph))
 

@@ -94,7 +94,8 @@ def test_two_processes_learn_what_one_learns(
     options = dict(label_noise_ratio=0.0, box_noise_scale=0.0)
     if len({*boxes}) > 1:
         options |= dict(num_denoising=0)
-        options |= {} if family == "rt_detr_v2" else dict(weight_loss_ddf=0.0)
+        if not family.startswith("rt_detr_v2"):
+            options["weight_loss_ddf"] = 0.0
     if family == "deimv2":
         options["use_dense_one_to_one"] = False
     if family == "rf_detr":
