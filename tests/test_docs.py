@@ -51,7 +51,7 @@ REPOSITORY = re.compile(
 # Names in examples of code.
 EXAMPLES = {"_delete_", "arms", "project", "start_scale"}
 EXAMPLES |= {"GumbelGate", "MyDataset", "MyNet", "EntropyLoss", "PrototypeRouter"}
-EXAMPLES |= {"ShiftExperts", "scale"}
+EXAMPLES |= {"MyHook", "ShiftExperts", "scale"}
 # Files of the reader and of the build, and places to fill in.
 OTHERS = re.compile(r"configs/(my_|with_)\w+\.py|.*\b[A-Z]{3,}\b.*|docs/_build/.*")
 REGISTERED = {

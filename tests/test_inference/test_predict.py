@@ -171,7 +171,9 @@ def test_images_that_look_like_no_dataset_are_marked(predict, photos):
     path = photos / "a.png"
     status, said = predict(path, "--min-probability", 1)
     assert status == 0
-    assert said.out.splitlines()[0].endswith("looks like no dataset of the training")
+    first, counts, *_ = said.out.splitlines()
+    assert first.endswith("looks like no dataset of the training")
+    assert counts.startswith("1 image, ")
     assert "warning: 1 of them look like no dataset" in said.out
     for quiet in (("--min-probability", 0), ("--dataset", "park")):
         _, said = predict(path, *quiet)

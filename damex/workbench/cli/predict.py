@@ -306,7 +306,8 @@ def _summary(
     counts: Mapping[str, int], problems: Sequence[DataError], files: int, least: float
 ) -> str:
     """Closing report with counts and problems."""
-    lines = [f"{counts['images']} images, {counts['objects']} objects"]
+    numbers = [(counts[f"{one}s"], one) for one in ("image", "object")]
+    lines = [", ".join(f"{n} {one}{'s' * (n != 1)}" for n, one in numbers)]
     if counts["foreign"]:
         lines.append(
             f"warning: {counts['foreign']} of them look like no dataset of the "
