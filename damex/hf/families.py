@@ -31,6 +31,7 @@ BACKBONES = ("rt_detr_resnet", "hgnet_v2", "rf_detr_dinov2")
 LEFT_OUT = frozenset(
     {"id2label", "label2id", "num_labels", "architectures", "dtype", "_name_or_path"}
     | {"transformers_version", "model_type", "stage_names", "window_block_indexes"}
+    | {"return_dict"}
 )
 # Names of the detector's heads: of the layers, and of the cells that become queries.
 CLASS_HEADS = ("model.decoder.class_embed", "model.enc_score_head")
@@ -64,19 +65,11 @@ def build_model(
         ConfigError: If the family or the backbone is not supported, or an argument is
             unknown, invalid or does not fit the others.
     """
-    library, config = transformers(), dict(config)
-    backbone = config.pop("backbone_config", None)
-    kind = _config_class(config, "model.config", [*FAMILIES])
-    if backbone is not None:
-        config["backbone_config"] = _backbone_config(backbone)
-    if timm is not None:
-        config["backbone_config"] = _timm_config(timm, backbone)
+    full = full_config(config, num_classes, timm)
     try:
-        full = kind(**_arguments(config, kind, "model.config"), num_labels=num_classes)
-    except Exception as error:  # the checks of a config raise many types
+        model = transformers().AutoModelForObjectDetection.from_config(full)
+    except Exception as error:  # as above
         raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
-    _check_parts(full)
-    model = library.AutoModelForObjectDetection.from_config(full)
     without_aliases(model)
     _reset_norms(model)
     if full.model_type == RF_DETR:
@@ -89,6 +82,29 @@ def build_model(
     return model
 
 
+def full_config(
+    config: Mapping[str, Any], num_classes: int, timm: TimmBackbone | None = None
+) -> Any:
+    """Build the Transformers config of :func:`build_model`.
+
+    Raises:
+        ConfigError: As there.
+    """
+    config = dict(config)
+    backbone = config.pop("backbone_config", None)
+    kind = _config_class(config, "model.config", [*FAMILIES])
+    if backbone is not None:
+        config["backbone_config"] = _backbone_config(backbone)
+    if timm is not None:
+        config["backbone_config"] = _timm_config(timm, backbone)
+    try:
+        full = kind(**_arguments(config, kind, "model.config"), num_labels=num_classes)
+    except Exception as error:  # the checks of a config raise many types
+        raise ConfigError(f"model.config: {' '.join(str(error).split())}") from error
+    _check_parts(full)
+    return full
+
+
 def without_aliases(model: Any) -> None:
     """Remove second names of modules, so that each parameter has one name."""
     for name in ALIASES:
@@ -96,19 +112,26 @@ def without_aliases(model: Any) -> None:
             delattr(model, name)
 
 
-def plain_config(config: Any) -> dict[str, Any]:
-    """Return what a Transformers config sets, as plain values for :func:`build_model`.
+def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a Transformers ``config.json`` sets, for :func:`build_model`.
 
     Raises:
-        ConfigError: If the family is not supported.
+        ConfigError: If the family or backbone is not supported.
     """
-    values = config.to_dict()
     kind = _config_class(values, "the model", [*FAMILIES])
-    found = _set_values(values, kind)
     backbone = values.get("backbone_config")
     if backbone is not None:
         inner = _config_class(backbone, "the model's backbone_config", BACKBONES)
-        found["backbone_config"] = _set_values(backbone, inner)
+    elif values.get("backbone") is not None:
+        raise ConfigError(
+            f"the model's backbone is {values['backbone']!r}, a name, not a "
+            "backbone_config; save the model with a newer Transformers."
+        )
+    own = {*kind().to_dict(), "backbone_config"}
+    full = kind.from_dict({k: v for k, v in values.items() if k in own}).to_dict()
+    found = _set_values(full, kind)
+    if backbone is not None:
+        found["backbone_config"] = _set_values(full["backbone_config"], inner)
     return found
 
 
@@ -119,8 +142,8 @@ def sites_of(model: Any) -> dict[str, list[nn.Module]]:
     but one feature map.
     """
     if model.config.model_type == RF_DETR:
-        first, last = [0, *model.config.backbone_config.out_indices][-2:]
         blocks = model.model.backbone.backbone.encoder.layer
+        first, last = [0, *_outputs_of(model)][-2:]
         return dict(
             encoder=[*blocks[first:last]], decoder=[*model.model.decoder.layers]
         )
@@ -219,11 +242,17 @@ def _check_parts(config: Any) -> None:
         )
 
 
+def _outputs_of(model: Any) -> list[int]:
+    """Return how many blocks of RF-DETR's backbone each feature map has behind it."""
+    config = model.config.backbone_config
+    return [number % len(config.stage_names) for number in config.out_indices]
+
+
 def _freeze_unused(model: Any) -> None:
     """Freeze what no forward of RF-DETR reads: DDP expects gradients of the others."""
     backbone = model.model.backbone.backbone
-    last = backbone.config.out_indices[-1]
-    unused = [p for block in backbone.encoder.layer[last:] for p in block.parameters()]
+    blocks = backbone.encoder.layer[_outputs_of(model)[-1] :]
+    unused = [p for block in blocks for p in block.parameters()]
     if backbone.embeddings.mask_token is not None:
         unused.append(backbone.embeddings.mask_token)
     for parameter in unused:
@@ -232,7 +261,7 @@ def _freeze_unused(model: Any) -> None:
 
 def _config_class(config: Mapping[str, Any], where: str, known: Sequence[str]) -> Any:
     """Return the class of a config; ConfigError if the family is not supported."""
-    kind = config.get("model_type")
+    kind = config.get("model_type") if isinstance(config, Mapping) else None
     if kind not in known:
         raise ConfigError(
             f"{where} has model_type={kind!r}, which damex does not support; it "

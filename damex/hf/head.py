@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import torch
@@ -18,9 +19,10 @@ from torch import Tensor, nn
 from damex.models.ignoring import IGNORED_LOGIT
 
 CLASSIFICATION = ("vfl", "mal", "labels")  # names of Transformers' losses
-# RF-DETR's takes log(sigmoid(x)), which IGNORED_LOGIT would make infinite. At this
-# score the loss is 0, too.
-FINITE_LOGIT = -30.0
+# RF-DETR's takes log(sigmoid(x)), which IGNORED_LOGIT would make infinite, and -30 in
+# float16, too. At this score its loss is below 1e-19.
+FINITE_LOGIT = -15.0
+_ONE_STEP = RLock()  # a step replaces a method of a class
 
 
 class ScoresOfLoss(nn.Module):
@@ -79,7 +81,6 @@ def adjusted_losses(
     step and has no place for a hook, so the method of the class is replaced for the
     step.
     """
-    get_loss = criterion.get_loss
 
     def see(
         self: Any, loss: str, outputs: Any, targets: Any, indices: Any, boxes: float
@@ -100,8 +101,10 @@ def adjusted_losses(
             outputs = {**outputs, "logits": scores_RC.view_as(logits_BQC)}
         return get_loss(self, loss, outputs, targets, indices, boxes * share)
 
-    criterion.get_loss = see
-    try:
-        yield
-    finally:
-        criterion.get_loss = get_loss
+    with _ONE_STEP:
+        get_loss = criterion.get_loss
+        criterion.get_loss = see
+        try:
+            yield
+        finally:
+            criterion.get_loss = get_loss

@@ -308,8 +308,8 @@ def check_target(
     """Raise a ConfigError if the suffix is wrong, or a file (or config) exists."""
     if path.suffix not in suffixes:
         raise ConfigError(f"--out must end in {' or '.join(suffixes)}, got {path}.")
-    for file in (path, path.with_suffix(".py")):
-        if file.exists() and (with_config or file == path):
+    for file in (path, path.with_suffix(".py")) if with_config else (path,):
+        if file.exists():
             raise ConfigError(f"{file} exists; remove it, or name another --out.")
 
 

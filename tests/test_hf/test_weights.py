@@ -1,5 +1,6 @@
 """Weights of Transformers folders; no hub is reached, the tests write the folders."""
 
+import json
 import sys
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from mmdet.registry import MODELS
 from mmengine.config import Config, ConfigDict
 from mmengine.runner import CheckpointLoader
+from safetensors.torch import load_file, save_file
 
 from damex.__main__ import main
 from damex.config_files import PlainConfig
@@ -15,6 +17,7 @@ from damex.datasets.spec import parse_mixture
 from damex.engine.config import complete_config
 from damex.engine.rows import remap_checkpoint
 from damex.errors import ConfigError, DataError
+from damex.hf.weights import read_config
 from damex.inference.trust import check_parts
 from damex.workbench.zero_config import config_of_folders
 from tests.conftest import CONFIGS
@@ -121,6 +124,37 @@ def test_a_folder_without_a_detector_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"empty is no folder with a Transformers det"):
         CheckpointLoader.load_checkpoint(f"hf://{tmp_path}/empty", "cpu")
+
+
+@pytest.mark.parametrize("family", ["rt_detr_v2"])
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (dict(attn_implementation="some/kernel", auto_map={"": "x.py"}), None),
+        (dict(backbone_config=None, backbone="some/model"), "is 'some/model', a name"),
+        (dict(backbone_config="x"), "has model_type=None"),
+        (dict(num_queries="x"), "is damaged"),
+        (dict(id2label={"1": "dog", "7": "car"}), "is damaged"),  # heads of three
+        ({}, r"weights are missing, such as model\."),
+        (b"", "is damaged"),
+    ],
+)
+def test_of_a_folder_only_plain_values_and_whole_weights_are_used(
+    folder, change, error
+):
+    config, weights = folder / "config.json", folder / "model.safetensors"
+    if isinstance(change, bytes):
+        weights.write_bytes(change)
+    elif change:
+        config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    else:
+        save_file(dict([*load_file(weights).items()][:50]), weights)
+    if error is None:
+        assert not {*change} & {*read_config(str(folder))}
+        CheckpointLoader.load_checkpoint(f"hf://{folder}", "cpu")
+    else:
+        with pytest.raises((ConfigError, DataError), match=error):
+            CheckpointLoader.load_checkpoint(f"hf://{folder}", "cpu")
 
 
 def test_without_transformers_one_line_says_what_to_install(model_of, monkeypatch):

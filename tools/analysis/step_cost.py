@@ -1,8 +1,8 @@
-"""The cost of experts in a detector: its step relative to that without experts.
+"""The cost of experts in a detector: its step relative to a detector without experts.
 
 Run as ``python -m tools.analysis.step_cost CONFIG``. The detectors take turns in one
-process, and the ratio of their medians counts. A detector of Transformers is compared
-with the plain model of Transformers, too.
+process, and the ratio of their medians counts. For a detector of Transformers it is the
+ratio to the plain model of Transformers.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def step_cost(
 def detectors_of(
     model: Mapping[str, Any], images: Tensor
 ) -> Iterator[tuple[str, tuple[nn.Module, Callable[[bool], Any]]]]:
-    """Yield name, module and step of the detectors, that without experts first.
+    """Yield name, module and step of the detectors, the one to compare with first.
 
     A step takes whether it trains, and returns a loss if so.
     """

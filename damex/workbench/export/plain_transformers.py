@@ -69,14 +69,14 @@ def extract_plain(stored: DetectorCheckpoint, dataset: str) -> PlainTransformers
     Raises:
         ConfigError: If the dataset is unknown, or no plain detector is equal.
     """
-    if stored.model["config"]["model_type"] == RF_DETR:
-        raise ConfigError(
-            "an RF-DETR has its experts in blocks of its backbone and cannot be "
-            "exported; use damex predict, or damex.load in Python."
-        )
     number = stored.dataset_id(dataset)
     labels = stored.space.valid_labels(number)
     detector: Any = stored.build()
+    if detector.detr.config.model_type == RF_DETR:
+        raise ConfigError(
+            "exports of an RF-DETR are not available; use damex predict, or damex.load "
+            "in Python."
+        )
     model = copy.deepcopy({k: stored.model[k] for k in KEPT if k in stored.model})
     model["bbox_head"] = dict(num_classes=len(labels))
     clamp_max_per_img(model, detector, len(labels))
@@ -176,12 +176,13 @@ def _symbolic_batch(module: Any) -> Iterator[None]:
 
     ``len`` of a tensor would fix it, and ONNX has no assertion for another.
     """
-    before = dict(len=len, torch_compilable_check=module.torch_compilable_check)
+    before = dict(torch_compilable_check=module.torch_compilable_check)
     vars(module).update(len=_length, torch_compilable_check=lambda *_, **__: None)
     try:
         yield
     finally:
         vars(module).update(before)
+        del module.len  # which hid the builtin
 
 
 def _length(value: Any) -> Any:
