@@ -34,6 +34,7 @@ from damex.options import parse_options
 from damex.workbench.cli.commands import app as damex_app
 from studies.worlds import app as worlds_app
 from tests.conftest import shipped_configs
+from tools.analysis.step_cost import app as step_cost_app
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")]
@@ -63,7 +64,7 @@ REGISTERED = {
     for kind in one.module_dict.values()
 }
 
-MODULES = {"studies.worlds": worlds_app}
+MODULES = {"studies.worlds": worlds_app, "tools.analysis.step_cost": step_cost_app}
 
 every_page = pytest.mark.parametrize("page", PAGES)
 

@@ -1,5 +1,6 @@
 # Fine-tunes a published detector of Hugging Face's Transformers on your datasets, with
-# experts, at 640 pixels. Classes with a COCO name keep their classifier weights.
+# experts, at 640 pixels. Classes that the published model names as you do keep their
+# classifier weights.
 #   damex train --data data/fish data/boards --model d-fine-s
 # `--model` sets `model.name`; other names on the hub, or a folder that save_pretrained
 # wrote: --cfg-options model.name=FOLDER
