@@ -327,16 +327,20 @@ class Predictor:
             found = sample.dataset_instances
         allowed = choice.labels or sample.annotated_labels
         labels, scores = found.labels.cpu().numpy(), found.scores.cpu().numpy()
+        height, width = sample.ori_shape[:2]
+        # mmdet's heads end boxes at the padded canvas.
+        boxes_K4 = found.bboxes.cpu().numpy()
+        boxes_K4 = boxes_K4.clip(0, [width, height] * 2).astype(np.float32)
         # The head returns max_per_img boxes, with score 0 for excluded classes.
         keep = (scores >= min_score) & np.isin(labels, allowed)
-        height, width = sample.ori_shape[:2]
+        keep &= (boxes_K4[:, 2:] > boxes_K4[:, :2]).all(1)
         name = sample.metainfo.get("img_path")
         path = None if name is None else Path(name)
         return Prediction(
             path=path,
             width=int(width),
             height=int(height),
-            boxes=found.bboxes.cpu().numpy()[keep],
+            boxes=boxes_K4[keep],
             scores=scores[keep],
             labels=labels[keep],
             names=tuple(space.classes[label] for label in labels[keep]),

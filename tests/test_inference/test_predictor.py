@@ -7,6 +7,7 @@ import cv2
 import numpy as np
 import pytest
 import torch
+from mmengine.config import Config
 from PIL import Image
 
 from damex.__main__ import main
@@ -76,6 +77,24 @@ def test_all_keeps_all_classes(predictor, photos):
     for own in predictor.datasets.values():
         assert not set(one.names) <= set(own)
     assert one.confidence is not None
+
+
+def test_boxes_end_where_the_image_ends_not_at_its_padding(save, photos):
+    path = save()
+    checkpoint = torch.load(path, weights_only=False)
+    config = Config.fromstring(checkpoint["meta"]["cfg"], ".py")
+    config.test_dataloader.dataset.pipeline.insert(2, dict(type="Pad", size=(96, 96)))
+    checkpoint["meta"]["cfg"] = config.pretty_text
+    for name, value in checkpoint["state_dict"].items():
+        if "reg_branches" in name and name.endswith("4.bias"):
+            value[2:] = 20.0  # width and height of the whole canvas
+    torch.save(checkpoint, path)
+    sizes = {"a.png": (96, 64), "b.jpg": (40, 60)}
+    for name, size in sizes.items():
+        (one,) = everything(Predictor(path, device="cpu"), photos / name)
+        assert len(one.boxes) > 0
+        assert (one.boxes >= 0).all()
+        np.testing.assert_array_equal(one.boxes[:, 2:].max(0), size)
 
 
 def test_a_named_dataset_chooses_classes_and_experts(save, photos):
