@@ -3,10 +3,5 @@
 # Requires: the extras `hf` and `pretrained`.
 from mmengine.config import Config
 
-_base_ = ["../hf/rt-detr-v2-tiny_efficientnet-lite0_1xb8-4e_toy.py"]
-dino = Config.fromfile("{{ fileDirname }}/seven_datasets.py")
-mixture = dino.mixture
-train_dataloader = dict(
-    sampler=dict(samples_per_epoch=2400), dataset=dict(pipeline=dino.train_pipeline)
-)
-del dino
+_base_ = ["../hf/rt-detr-v2-tiny_efficientnet-lite0_1xb8-4e_coco-voc.py"]
+mixture = Config.fromfile("{{ fileDirname }}/seven_datasets.py").mixture

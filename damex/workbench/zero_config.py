@@ -38,6 +38,11 @@ MODELS: Mapping[str, ShippedModel] = MappingProxyType(
             4.5,
             "a CPU; ImageNet weights of damex[pretrained]",
         ),
+        "rtdetr-v2-tiny": ShippedModel(
+            "hf/rt-detr-v2-tiny_efficientnet-lite0_1xb8-4e_coco-voc",
+            5.3,
+            "a CPU; damex[hf], ImageNet weights of damex[pretrained]",
+        ),
         "dino-r50": ShippedModel(
             "damex-dino-4scale_r50_1xb4-12e_finetune",
             47.8,
