@@ -1,5 +1,8 @@
 """Detection by windows: where the windows lie, and where their boxes end up."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,10 @@ from mmdet.structures.bbox import HorizontalBoxes
 from mmengine.structures import InstanceData
 from scipy import ndimage
 
-from tools.analysis.windows import Views, cut, detect_all, merge, starts
+import damex
+from damex.__main__ import main
+from damex.workbench.cli.run import run_command
+from tools.analysis.windows import Views, app, cut, detect_all, merge, starts
 
 
 @pytest.mark.parametrize(
@@ -132,3 +138,57 @@ def test_boxes_cut_by_a_crop_are_ignored_below_a_share():
         [30.0, 20.0, 36.0, 30.0],
         [0.0, 0.0, 3.0, 8.0],
     ]
+
+
+LETTERBOX = """
+letterbox = dict(type="Pad", size=(_base_.image_size, _base_.image_size))
+train_pipeline = [*_base_.train_pipeline[:-1], letterbox, _base_.train_pipeline[-1]]
+test_pipeline = [*_base_.test_pipeline[:-1], letterbox, _base_.test_pipeline[-1]]
+train_dataloader["dataset"] = dict(pipeline=train_pipeline)
+val_dataloader = dict(batch_size=3, dataset=dict(pipeline=test_pipeline))
+test_dataloader = val_dataloader
+"""
+
+
+def write_found(entry, checkpoint):
+    """Make a good detection of each validation image its only object."""
+    root = Path(entry["data_root"])
+    document = json.loads((root / "val.json").read_text())
+    numbers = {one["name"]: one["id"] for one in document["categories"]}
+    document["annotations"] = []
+    paths = [root / "images" / one["file_name"] for one in document["images"]]
+    detector = damex.load(checkpoint, device="cpu")
+    found = detector.predict(paths, dataset=entry["name"], min_score=0)
+    for image, one in zip(document["images"], found, strict=True):
+        inside = (one.boxes[:, 2:] <= (one.width, one.height)).all(1)
+        place = inside.nonzero()[0][1]  # not the best: AP is below 1
+        x1, y1, x2, y2 = one.boxes[place].tolist()
+        box, size = [x1, y1, x2 - x1, y2 - y1], (x2 - x1) * (y2 - y1)
+        document["annotations"] += [
+            dict(id=image["id"], image_id=image["id"], bbox=box, area=size, iscrowd=0)
+            | dict(category_id=numbers[one.names[place]])
+        ]
+    (root / "val.json").write_text(json.dumps(document))
+
+
+def test_one_window_over_the_image_gives_the_ap_of_damex_test(
+    config, two_datasets, tmp_path
+):
+    config.write_text(config.read_text() + LETTERBOX)
+    work, out = tmp_path / "work", tmp_path / "scores.json"
+    files = [str(config), str(work / "epoch_1.pth")]
+    assert main(["train", files[0], "--work-dir", str(work)]) == 0
+    for entry in two_datasets:
+        write_found(entry, files[1])
+    assert main(["test", *files, "--work-dir", str(work)]) == 0
+    tested = json.loads((work / "test_summary.json").read_text())
+    sizes = ["--size", "128", "--image-size", "128"]
+    assert run_command(app, [*files, *sizes, "--out", str(out)]) == 0
+    found = json.loads(out.read_text())
+    assert 0 < tested["mean_ap"] < 1
+    for key, score in (("AP", "ap"), ("AP50", "ap50")):
+        assert round(found["mean"][key], 6) == tested[f"mean_{score}"]
+        for name, row in found["datasets"].items():
+            assert round(row[key], 6) == tested["datasets"][name][score]
+            assert row["views"] == 1
+    assert {*found["datasets"]} == {"street", "park"}

@@ -50,6 +50,7 @@ from damex.workbench.cli.run import (
 
 # Detections among all classes, and among those of the image's dataset.
 FOUND = ("pred_instances", "dataset_instances")
+Numbered = Iterator[tuple[int, Any]]  # with the index of an image
 SCORES = ("AP", "AP50", "AP_small", "AP_medium", "AP_large")
 app = program(
     "python -m tools.analysis.windows",
@@ -93,10 +94,7 @@ def windows(
     found = evaluate(complete_config(config_of(config))[0], checkpoint, views)
     rows, columns = {**found["datasets"], "mean": found["mean"]}, [*found["mean"]]
     cells = [[name, *(f"{row[c]:.4f}" for c in columns)] for name, row in rows.items()]
-    print(f"{checkpoint}: {views}")
-    print(
-        "Small, medium, large: by area in the original image, up to 32 x 32, 96 x 96\n"
-    )
+    print(f"{checkpoint}: {views}; sizes of objects are those in the original image\n")
     print(markdown(["dataset", *columns], cells))
     print(f"{found['seconds']:.3f} s per image, {torch.get_num_threads()} threads")
     if out is not None:
@@ -108,7 +106,7 @@ def evaluate(cfg: Mapping[str, Any], checkpoint: str, views: Views) -> dict[str,
     """Detect by windows, and score as ``damex test`` does with a completed config.
 
     Returns ``datasets`` and ``mean``: `SCORES`, ``images``, ``views`` per image; and
-    ``seconds`` per image, with reading and merging. ConfigError for other classes.
+    ``seconds`` per image, with reading and merging.
     """
     init_default_scope("mmdet")
     stored, loader = DetectorCheckpoint.read(checkpoint), cfg["test_dataloader"]
@@ -146,9 +144,7 @@ def dataset_of(loader: Mapping[str, Any], scale: int, *, pad: int | None) -> Any
     config = copy.deepcopy(dict(loader["dataset"]))
     steps = {step["type"]: step for step in config["pipeline"]}
     if not {"Resize", "Pad"} <= {*steps}:
-        raise ConfigError(
-            "the test pipeline needs Resize and Pad, as the template has."
-        )
+        raise ConfigError("the test pipeline needs Resize and Pad, as the template.")
     steps["Resize"]["scale"], steps["Pad"]["size"] = (scale, scale), (pad, pad)
     if pad is None:
         config["pipeline"] = [s for s in config["pipeline"] if s["type"] != "Pad"]
@@ -157,7 +153,7 @@ def dataset_of(loader: Mapping[str, Any], scale: int, *, pad: int | None) -> Any
 
 def starts(length: int, size: int, overlap: float) -> list[int]:
     """First pixels of the fewest windows that cover a side, evenly spread over it."""
-    count = math.ceil(max(length - size, 0) / (size * (1 - overlap))) + 1
+    count = math.ceil(max(length - size, 0) / max(size * (1 - overlap), 1)) + 1
     return [0, *(round(i * (length - size) / (count - 1)) for i in range(1, count))]
 
 
@@ -175,9 +171,7 @@ def cut(packed: Mapping[str, Any], views: Views) -> Iterator[dict[str, Any]]:
         yield dict(inputs=functional.pad(window, beyond), data_samples=sample)
 
 
-def detect_all(
-    detector: Any, inputs: Iterator[tuple[int, Any]], *, batch_size: int
-) -> Iterator[tuple[int, Any]]:
+def detect_all(detector: Any, inputs: Numbered, *, batch_size: int) -> Numbered:
     """Detect in numbered views, with boxes in their image; batches span images."""
     while batch := [*islice(inputs, batch_size)]:
         samples = detect(detector, [view for _, view in batch])
