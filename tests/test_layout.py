@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 18_510), "workbench": (58, 12_970), "tests": (150, 32_360)}
+LIMITS = {"core": (76, 18_480), "workbench": (57, 12_957), "tests": (150, 32_326)}
 LIMITS |= {"hf": (7, 1_115), "tests/test_hf": (7, 1_320)}
 
 
