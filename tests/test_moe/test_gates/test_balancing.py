@@ -1,4 +1,4 @@
-"""Tests of damex.moe.gates.topk."""
+"""Tests of damex.moe.gates."""
 
 from __future__ import annotations
 
