@@ -27,7 +27,7 @@ from mmengine.config import Config
 from mmengine.registry import init_default_scope
 from mmengine.structures import InstanceData
 from PIL import Image
-from torch import nn
+from torch import distributed, nn
 from torch.utils._triton import has_triton_package
 
 import damex.registry  # noqa: F401
@@ -264,12 +264,16 @@ def build(model_config):
     """Build and initialise a detector under a fixed seed."""
 
     def make(**kwargs):
-        torch.manual_seed(0)
-        detector = MODELS.build(model_config(**kwargs))
-        detector.init_weights()
-        return detector
+        return initialized(model_config(**kwargs))
 
     return make
+
+
+def initialized(model):
+    torch.manual_seed(0)
+    detector = MODELS.build(model)
+    detector.init_weights()
+    return detector
 
 
 class OwnExperts(nn.Module):
@@ -299,6 +303,22 @@ def own_experts(monkeypatch):
 
     for kind in (OwnExperts, DeclaredExperts):
         monkeypatch.setitem(MODELS.module_dict, kind.__name__, kind)
+
+
+@pytest.fixture
+def tokens_BND():
+    """Tokens of two images, 8 wide."""
+    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def group():
+    """This process as a group of one."""
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    distributed.destroy_process_group()
 
 
 @pytest.fixture
@@ -370,10 +390,7 @@ def build_mmdet():
             model[part].num_layers = 2
             model[part].update(changes.pop(part, {}))
         model.update(changes)
-        torch.manual_seed(0)
-        detector = MODELS.build(model)
-        detector.init_weights()
-        return detector
+        return initialized(model)
 
     return make
 

@@ -35,14 +35,14 @@ for arguments in {HELP!r}:
 """
 
 
-def test_no_help_imports_torch():
-    done = subprocess.run(
-        [sys.executable, "-c", CODE], cwd=ROOT, capture_output=True, text=True
-    )
+def test_no_help_imports_torch(run_python):
+    done = run_python("-c", CODE)
     assert done.returncode == 0, done.stderr
 
 
-def test_checking_data_takes_neither_mmdet_nor_what_it_imports(two_datasets, tmp_path):
+def test_checking_data_takes_neither_mmdet_nor_what_it_imports(
+    two_datasets, tmp_path, run_python
+):
     config = tmp_path / "config.py"
     imports = dict(imports=["damex.registry"])
     config.write_text(f"mixture = {two_datasets!r}\ncustom_imports = {imports!r}")
@@ -52,9 +52,7 @@ from damex.__main__ import main
 main(["data", "check", {str(config)!r}])
 assert not [name for name in ("mmdet", "scipy", "matplotlib") if name in sys.modules]
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert "in 2 datasets with 16 images" in done.stdout
 

@@ -1,6 +1,5 @@
 import ast
 import inspect
-import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -22,8 +21,6 @@ from damex.compat import (
 )
 from damex.compat.kernels import attend, deformable_attention, fused_attention
 
-ROOT = Path(__file__).resolve().parents[1]
-
 
 def wrapper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Returns one file of mmcv.ops, bound to the stub in any environment."""
@@ -32,12 +29,6 @@ def wrapper(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     module = sys.modules[f"mmcv.ops.{name}"]
     monkeypatch.setattr(module, "ext_module", OpsStub("test"))
     return module
-
-
-def run_python(code: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
-    )
 
 
 # ---- which ops are in use ----
@@ -97,7 +88,7 @@ def test_loaded_ops_are_left_alone_and_a_missing_mmcv_is_absent(monkeypatch):
     assert ensure_ops() == OpsReport("absent", "mmcv is not installed")
 
 
-def test_choosing_the_ops_is_light_and_lets_mmdet_import():
+def test_choosing_the_ops_is_light_and_lets_mmdet_import(run_python):
     code = """
 import sys
 from damex.compat import ensure_ops
@@ -114,7 +105,7 @@ if not compiled:
     else:
         raise SystemExit("a missing op did not raise")
 """
-    result = run_python(code)
+    result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
 
 
@@ -125,9 +116,9 @@ if not compiled:
         ("damex.moe", ["mmcv", "mmcv._ext", "mmdet", "mmengine"]),
     ],
 )
-def test_light_modules_import_neither_mmdet_nor_patches(module, unused):
+def test_light_modules_import_neither_mmdet_nor_patches(run_python, module, unused):
     code = f"import sys, {module}; sys.exit(bool(set({unused}) & {{*sys.modules}}))"
-    result = run_python(code)
+    result = run_python("-c", code)
     assert result.returncode == 0, result.stderr
 
 
@@ -144,8 +135,8 @@ SLOW = ("evaluation", "models.blocks", "engine.runner", "datasets.coco")
         ),
     ],
 )
-def test_every_module_that_needs_mmdet_can_be_the_first_import(module):
-    result = run_python(f"import damex.{module}")
+def test_every_module_that_needs_mmdet_can_be_the_first_import(run_python, module):
+    result = run_python("-c", f"import damex.{module}")
     assert result.returncode == 0, result.stderr
 
 

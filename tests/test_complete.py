@@ -15,6 +15,7 @@ from damex.errors import ConfigError, DataError
 from damex.models.dataset_awareness import DatasetAwareness, DatasetAwarenessConfig
 from damex.options import option_of
 from damex.workbench.api import Detector
+from damex.workbench.cli.train import train_completed
 from damex.workbench.complete.complete import write_completed
 from damex.workbench.complete.datasets import Objects, read_datasets
 from damex.workbench.complete.teacher import DetectorTeacher, FileTeacher, Found
@@ -24,7 +25,6 @@ from damex.workbench.complete.thresholds import (
     find_thresholds,
     judge,
 )
-from damex.workbench.complete.training import train_completed
 
 WIDE, HIGH = 48, 32
 
@@ -526,7 +526,7 @@ def commands(tmp_path, monkeypatch):
             summary = json.dumps(dict(checkpoint="epoch_2.pth"))
             (folder / "teacher" / "summary.json").write_text(summary)
 
-    monkeypatch.setattr("damex.workbench.complete.training.run_damex", run)
+    monkeypatch.setattr("damex.workbench.cli.train.run_damex", run)
     return found
 
 
@@ -534,7 +534,7 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     """What is finished is kept when the command is repeated."""
     options = ["mixture.0.rename={cat: kitty}", "mixture.1.weight=2.0", "moe=dense"]
     settings = dict(data=[*folders.values()], model=None, device="cpu")
-    settings.update(work_dir=str(tmp_path / "run"), options=options)
+    settings.update(work_dir=str(tmp_path / "run"), cfg_options=options)
     train_completed(**settings, epochs=None)
     first, between, second = commands
     assert first[first.index("--epochs") + 1] == "2"  # half of the template's
@@ -556,6 +556,8 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     [
         (dict(epochs=1), "needs two epochs or more"),
         (dict(data=["cats"]), "so nothing is missing"),
+        (dict(rare=True), "of the other options, --model"),
+        (dict(launcher="pytorch"), "For a config or several GPUs"),
     ],
 )
 def test_what_cannot_be_halved_is_refused_at_once(
@@ -563,7 +565,7 @@ def test_what_cannot_be_halved_is_refused_at_once(
 ):
     monkeypatch.chdir(tmp_path)
     settings = dict(data=[*folders], model=None, device=None, work_dir=None)
-    settings.update(epochs=None, options=[])
+    settings.update(epochs=None, cfg_options=[])
     with pytest.raises(ConfigError, match=error):
         train_completed(**{**settings, **changes})
     assert not commands

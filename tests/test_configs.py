@@ -14,7 +14,7 @@ from mmengine.structures import InstanceData
 from PIL import Image
 
 from damex.engine.config import build_runner, resolve_config
-from tests.conftest import MMDET_CONFIGS, shipped_configs
+from tests.conftest import MMDET_CONFIGS, initialized, shipped_configs
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 COMPLETE = shipped_configs()
@@ -40,10 +40,7 @@ def full_size():
     model.backbone.init_cfg = None  # the pretrained weights are a download
     model.bbox_head.num_classes = 80
     model.update(moe=Config.fromfile(path).moe, num_groups=2)
-    torch.manual_seed(0)
-    detector = MODELS.build(model)
-    detector.init_weights()
-    return detector
+    return initialized(model)
 
 
 def sample(group, height, width):

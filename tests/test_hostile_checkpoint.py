@@ -405,29 +405,16 @@ def test_the_config_of_the_user_is_the_one_that_runs(bait, trained, line):
 
 
 @pytest.mark.parametrize(
-    ("kind", "line"), [*itertools.product(AROUND, lines_of(WRITING))]
+    ("kind", "line"), [*itertools.product(AROUND, lines_of(WRITING, SHARING))]
 )
 def test_what_is_written_down_could_not_run_code(bait, trained, kind, line, capsys):
-    path = bait(AROUND[kind])
-    status = run(line, trained, path)
-    (place, _), left = AROUND[kind], Path("new.py")
+    status = run(line, trained, bait(AROUND[kind]))
+    (place, _), folder = AROUND[kind], Path("new", CONFIG)
     if place[0] in (*NOT_KEPT, "custom_imports", "_base_"):
         assert status == 0
-        cfg = Config.fromfile(left)
-        assert MODULE not in str(cfg.get(place[0]))
-    else:
-        assert status == 2
-        assert "could run code" in capsys.readouterr().err
-        assert not list(Path().glob("new*"))
-
-
-@pytest.mark.parametrize("kind", AROUND)
-def test_a_folder_is_written_as_a_checkpoint_is(bait, trained, kind, capsys):
-    status = run(SHARING["card"][0], trained, bait(AROUND[kind]))
-    (place, _), left = AROUND[kind], Path("new", CONFIG)
-    if place[0] in (*NOT_KEPT, "custom_imports", "_base_"):
-        assert status == 0
-        config = json.loads(left.read_text())["config"]
+        is_folder = line in SHARING["card"]
+        read = json.loads(folder.read_text())["config"] if is_folder else None
+        config = read or Config.fromfile("new.py")
         assert MODULE not in str(config.get(place[0]))
     else:
         assert status == 2

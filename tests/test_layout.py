@@ -1,7 +1,6 @@
 """The layers of the package, read from the syntax tree: who may import whom."""
 
 import ast
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 18_510), "workbench": (58, 12_970), "tests": (151, 32_520)}
+LIMITS = {"core": (75, 18_470), "workbench": (56, 12_895), "tests": (149, 32_500)}
 LIMITS |= {"hf": (7, 1_115), "tests/test_hf": (7, 1_320)}
 
 
@@ -122,7 +121,7 @@ def test_no_file_imports_itself_by_others():
     assert sorted(graph) == []
 
 
-def test_the_registry_loads_no_tools():
+def test_the_registry_loads_no_tools(run_python):
     """What mmdet loads itself, such as matplotlib, is no fault of damex."""
     program = """
 import sys
@@ -136,9 +135,7 @@ tools = {"cyclopts", "jinja2", "matplotlib", "onnx", "onnxruntime", "transformer
 assert not tools & {name.partition(".")[0] for name in new}
 assert not {name for name in new if name.startswith("damex.workbench.cli")}
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True
-    )
+    done = run_python("-c", program)
     assert done.returncode == 0, done.stderr
 
 

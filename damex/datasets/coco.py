@@ -15,8 +15,7 @@ from mmdet.datasets.api_wrappers import COCO
 from mmdet.registry import DATASETS
 from mmengine.logging import print_log
 
-from damex.datasets.coco_boxes import DROPPED, usable_boxes
-from damex.datasets.coco_checks import check_coco
+from damex.datasets.coco_checks import DROPPED, check_coco, usable_boxes
 from damex.datasets.coco_records import Records, read_json
 from damex.datasets.coco_schema import Expectations, flag_of, is_number
 from damex.datasets.findings import RULES, Finding, Location, raise_first

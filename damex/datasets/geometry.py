@@ -14,6 +14,8 @@ import numpy as np
 from PIL import Image
 
 from damex.config_files import LOADERS, mixture_datasets
+from damex.datasets.mmdet_configs import wrapped
+from damex.datasets.pixels import ORIENTATION
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError
 
@@ -24,7 +26,6 @@ STEPS = ("Resize", "Crop", "Pad", "Mosaic", "MixUp")
 STRIDE = 32  # a canvas is whole cells of the coarsest feature map
 DRAWS = 8  # of a step, to see whether it is random
 ROUNDING = 0.05  # of the ratio of a resized image
-ORIENTATION = 0x0112  # EXIF: 6 is a quarter turn
 
 
 def image_size_of(cfg: Mapping[str, Any]) -> Size:
@@ -160,7 +161,7 @@ def pipelines_of(cfg: Mapping[str, Any], loader: str) -> dict[str, Sequence[Any]
 
 def _chains(dataset: Mapping[str, Any]) -> Iterator[list[Any]]:
     """Steps for the images of each plain dataset, with those of its wrappers."""
-    inner = [*dataset.get("datasets", ()), *filter(None, [dataset.get("dataset")])]
+    inner = wrapped(dataset)
     last = [*(dataset.get("pipeline") or ())]
     if not inner and last:
         yield last
@@ -213,7 +214,7 @@ def _write_probe(folder: Path) -> Path:
     places_HW = np.add.outer(np.linspace(0, 90, 60), np.linspace(0, 120, 96))
     pixels_HWC = np.stack([places_HW, 0.5 * places_HW + 60, 250 - places_HW], -1)
     exif = Image.Exif()
-    exif[ORIENTATION] = 6
+    exif[ORIENTATION] = 6  # a quarter turn
     path = folder / "probe.jpg"
     Image.fromarray(pixels_HWC.astype(np.uint8)).save(path, exif=exif, quality=95)
     return path

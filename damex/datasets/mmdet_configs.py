@@ -24,11 +24,11 @@ def dataset_registry() -> Any:
 
 def leaves(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The plain datasets in a dataset config, unwrapped."""
-    inner = _inner(config)
+    inner = wrapped(config)
     return [leaf for c in inner for leaf in leaves(c)] if inner else [config]
 
 
-def _inner(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def wrapped(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Configs of the datasets in a wrapper; empty for a plain dataset."""
     return [*config.get("datasets", ()), *filter(None, [config.get("dataset")])]
 
@@ -67,7 +67,7 @@ def check_class(config: Mapping[str, Any], dataset: str, *, has_choice: bool) ->
     Raises:
         ConfigError: If a class, possibly wrapped, is unusable.
     """
-    inner = _inner(config)
+    inner = wrapped(config)
     for inner_config in inner:
         check_class(inner_config, dataset, has_choice=has_choice)
     registry, dataset_class = dataset_registry(), _class_of(config)

@@ -18,7 +18,7 @@ from PIL import Image
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
-_ORIENTATION = 0x0112
+ORIENTATION = 0x0112  # of EXIF
 # Percentiles of an image of more than 8 bits that become black and white.
 DARK, BRIGHT = 0.1, 99.9
 
@@ -62,7 +62,7 @@ def _header_of(image: ImageFile) -> ImageHeader:
     size = image.size
     if isinstance(image, TiffImageFile):  # newer Pillow rotates these
         size = image.tag_v2[IMAGEWIDTH], image.tag_v2[IMAGELENGTH]
-        found: Any = image.tag_v2.get(_ORIENTATION)
+        found: Any = image.tag_v2.get(ORIENTATION)
     else:
         found = _exif_orientation(image)
     is_valid = isinstance(found, int) and 1 <= found <= 8
@@ -80,7 +80,7 @@ def _exif_orientation(image: ImageFile) -> Any:
     exif = Image.Exif()  # getexif would also decode a PNG to search XMP
     with suppress(Exception):  # Pillow raises anything on broken blocks
         exif.load(content or b"")
-    return exif.get(_ORIENTATION)
+    return exif.get(ORIENTATION)
 
 
 def _png_exif(file: Any) -> bytes:

@@ -17,22 +17,14 @@ from torch.nn import functional
 from damex.moe.routing import RoutingRecord
 
 
-def dispatch_counts(record: RoutingRecord, *, num_groups: int | None = None) -> Tensor:
+def dispatch_counts(record: RoutingRecord) -> Tensor:
     """Count the routes from each dataset group to each expert, without unknown groups.
 
-    `num_groups` is needed only without a group-expert map. Raises ValueError if it is
-    missing, or the record has no group ids.
+    Raises ValueError if the record has no group ids or no group-expert map.
     """
-    group_ids_V = _group_ids(record)
-    if num_groups is None:
-        if record.group_experts_GE is None:
-            raise ValueError(
-                "dispatch_counts: the layer has no group_experts; pass num_groups"
-            )
-        num_groups = record.group_experts_GE.shape[0]
-    assignment = record.assignment
+    (group_ids_V, own_GE), assignment = _groups(record), record.assignment
     group_R = group_ids_V.index_select(0, assignment.token_index_R)
-    size = (num_groups, record.num_experts)
+    size = (len(own_GE), record.num_experts)
     return count_pairs(group_R, assignment.expert_index_R, size)
 
 
@@ -91,11 +83,9 @@ def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     forcing the expert of the largest logit counts, which the router would choose by
     itself. Raises ValueError if the record has no group ids or no group-expert map.
     """
-    group_ids_V = _group_ids(record)
-    if record.group_experts_GE is None:
-        raise ValueError("routing_hits: the layer has no group_experts")
+    group_ids_V, own_GE = _groups(record)
     top_V = record.logits_VE.argmax(1) if record.is_forced else top1_expert(record)
-    own = functional.pad(record.group_experts_GE, (0, 1))  # False without a route
+    own = functional.pad(own_GE, (0, 1))  # False without a route
     hit_V = torch.where(own[group_ids_V, top_V], group_ids_V, -1)
     return _tokens_by_group(hit_V, len(own)), _tokens_by_group(group_ids_V, len(own))
 
@@ -120,13 +110,16 @@ def top1_expert(record: RoutingRecord) -> Tensor:
     )
 
 
-def _group_ids(record: RoutingRecord) -> Tensor:
+def _groups(record: RoutingRecord) -> tuple[Tensor, Tensor]:
+    """Return the group of each token and the experts of groups."""
     if record.group_ids_V is None:
         raise ValueError(
             "routing metrics: the record has no group ids; pass group_ids_B to the "
             "forward of the layer"
         )
-    return record.group_ids_V
+    if record.group_experts_GE is None:
+        raise ValueError("routing metrics: the layer has no group_experts")
+    return record.group_ids_V, record.group_experts_GE
 
 
 # In nats; below it, entropies are too close to each other to compare.

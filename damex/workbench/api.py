@@ -400,11 +400,13 @@ class Detector:
         from damex.workbench.complete.teacher import DetectorTeacher
 
         teacher = DetectorTeacher(self._predictor, batch_size=8)
-        options: dict[str, Any] = dict(classes=classes, min_score=min_score)
         folders = named_folders(_data_words(data))
         with _quiet():
             write_completed(
-                teacher, folders, Path(out), source=str(self.checkpoint), **options
+                *(teacher, folders, Path(out)),
+                source=str(self.checkpoint),
+                classes=classes,
+                min_score=min_score,
             )
         return Path(out)
 
@@ -459,10 +461,7 @@ class Detector:
         from damex.inference.stored import DetectorCheckpoint
         from damex.workbench.card import write_card
 
-        texts: dict[str, Any] = dict(
-            license_text=license_text, data_licenses=data_licenses
-        )
         with _quiet():
             stored = DetectorCheckpoint.read(str(self.checkpoint), trust=self._trust)
-            write_card(stored, Path(out), **texts)
+            write_card(stored, Path(out), license_text, data_licenses)
         return Path(out)

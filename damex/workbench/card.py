@@ -65,27 +65,21 @@ def card(
             )
         licenses[name] = text
     stored = DetectorCheckpoint.read(checkpoint, trust=trust)
-    notes = write_card(
-        stored, Path(out), license_text=license_text, data_licenses=licenses
-    )
+    notes = write_card(stored, Path(out), license_text, licenses)
     print(printable("\n".join([f"written: {out}", *notes])))
 
 
 def write_card(
     stored: DetectorCheckpoint,
     out: Path,
-    *,
-    license_text: str | None = None,
-    data_licenses: Mapping[str, str] | None = None,
+    license_text: str | None,
+    data_licenses: Mapping[str, str] | None,
 ) -> list[str]:
     """Write a model and its card into a new folder, and return notes for the user.
 
-    Scores and the picture are those of the run that the checkpoint lies in.
-
-    Raises:
-        ConfigError: If the folder holds something, a dataset is unknown, or the config
-            has values that are not of JSON.
-        DataError: If the config is not allowed, or ``summary.json`` is damaged.
+    As `damex.Detector.card`, which has the errors, too. Scores and the picture are
+    those of the run that the checkpoint lies in; a damaged ``summary.json`` is a
+    DataError.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"{out} exists; remove it, or name another --out.")

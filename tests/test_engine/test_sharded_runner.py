@@ -10,11 +10,16 @@ import pytest
 import torch
 from mmengine.hooks import EMAHook
 from mmengine.optim import AmpOptimWrapper, OptimWrapper
-from torch import distributed
+from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from damex.engine.hooks import ExpertMeanDecayHook
-from damex.engine.sharding import check_sharding, exclude_from_ddp, reduce_before_steps
+from damex.engine.sharding import (
+    check_sharding,
+    exclude_from_ddp,
+    reduce_before_steps,
+    wrapper_config,
+)
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.moe import ExpertShards
@@ -170,16 +175,6 @@ def test_checkpoints_do_not_know_how_many_processes_there_were(folder):
         ("alone_from_sharded", "sharded"),
     ]:
         assert_equal(folder / again / "again.pth", folder / saved / "epoch_1.pth")
-
-
-@pytest.fixture
-def group():
-    """This process as a group of one."""
-    distributed.init_process_group(
-        "gloo", store=distributed.HashStore(), rank=0, world_size=1
-    )
-    yield
-    distributed.destroy_process_group()
 
 
 DAMEX = dict(layers=dict(decoder=[0]), losses=[dict(type="DatasetRoutingLoss")])
@@ -342,3 +337,47 @@ def test_a_scaler_has_to_ask_all_processes():
     reduce_before_steps(wrapper, Calls())
     with pytest.raises(ConfigError, match="needs one optim_wrapper, got SimpleNames"):
         reduce_before_steps(SimpleNamespace(), Calls())
+
+
+# What is filled in around a model; test_two_processes.py trains with it.
+STAGED, PLAIN = nn.Module(), nn.Module()
+STAGED.trains_in_stages, PLAIN.trains_in_stages = True, False
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    monkeypatch.setattr("damex.engine.sharding.get_device", lambda: "cuda")
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize(
+    ("model", "cfg", "unused"),
+    [
+        (PLAIN, {}, False),
+        (PLAIN, dict(find_unused_parameters=True), True),
+        (STAGED, dict(find_unused_parameters=False), True),
+        (nn.Identity(), {}, False),
+    ],
+)
+def test_a_stage_looks_for_unused_parameters(model, cfg, unused):
+    assert wrapper_config(None, model, cfg) == dict(
+        type="MMDistributedDataParallel",
+        broadcast_buffers=False,
+        find_unused_parameters=unused,
+    )
+
+
+@pytest.mark.usefixtures("on_gpu")
+def test_a_wrapper_of_the_config_keeps_what_it_sets():
+    own = dict(find_unused_parameters=False, broadcast_buffers=True)
+    found = wrapper_config(own, STAGED, {})
+    assert found == dict(own, type="MMDistributedDataParallel")
+    assert own == dict(find_unused_parameters=False, broadcast_buffers=True)
+    other = dict(type="MMFullyShardedDataParallel")
+    assert wrapper_config(other, STAGED, {}) == other
+
+
+def test_without_a_gpu_there_is_no_device_id_unless_one_is_set(monkeypatch):
+    monkeypatch.setattr("damex.engine.sharding.get_device", lambda: "cpu")
+    assert wrapper_config(None, PLAIN, {})["device_ids"] is None
+    assert wrapper_config(dict(device_ids=[0]), PLAIN, {})["device_ids"] == [0]

@@ -39,6 +39,16 @@ BEST = dict(
 CONTENTS, PREDICTORS = {}, {}  # by their arguments: building takes a second
 
 
+def spread_scores(detector):
+    """Draw classifiers with scores far apart; returns the generator."""
+    generator = torch.Generator().manual_seed(1)
+    for branch in detector.bbox_head.cls_branches:
+        noise = torch.randn(branch.weight.shape, generator=generator)
+        branch.weight.data = noise * 0.4
+        branch.bias.data.zero_()
+    return generator
+
+
 @pytest.fixture
 def save(tmp_path, model_config, build):
     """Save a detector with scores far apart; ``moe=False`` makes a dense one."""
@@ -47,11 +57,7 @@ def save(tmp_path, model_config, build):
         groups = len(space.group_names)
         made = dict(moe=moe, num_groups=groups, divisor=32, **changes)
         detector = build(**copy.deepcopy(made))
-        generator = torch.Generator().manual_seed(1)
-        for branch in detector.bbox_head.cls_branches:
-            noise = torch.randn(branch.weight.shape, generator=generator)
-            branch.weight.data = noise * 0.4
-            branch.bias.data.zero_()
+        generator = spread_scores(detector)
         for key, value in detector.named_parameters():
             if "router" in key:
                 value.data *= 30.0  # a router that has an opinion

@@ -42,7 +42,7 @@ from damex.workbench.export.onnx_graph import (
 )
 from damex.workbench.export.specialist import extract
 from damex.workbench.export.symbolic_sizes import unroll
-from tests.test_inference.conftest import BEST, PIPELINE
+from tests.test_inference.conftest import BEST, PIPELINE, spread_scores
 
 ROOT = Path(__file__).parents[2]
 BGR = dict(
@@ -326,11 +326,7 @@ def test_deformable_detr_without_stages(build_mmdet, refine, exported):
     # mmdet's own class, which has no mixture to ask for.
     detector.__class__ = DeformableDETR
     detector.with_box_refine = refine
-    generator = torch.Generator().manual_seed(1)
-    for branch in detector.bbox_head.cls_branches:
-        noise = torch.randn(branch.weight.shape, generator=generator)
-        branch.weight.data = noise * 0.4
-        branch.bias.data.zero_()
+    spread_scores(detector)
     mmdets = copy.deepcopy(detector.eval())
     graph = DetectorGraph(detector, [LOAD, RESIZE, PACK]).eval()
     check(graph, mmdets, session=None if exported else InTorch(graph))

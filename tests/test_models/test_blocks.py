@@ -25,11 +25,6 @@ def block():
     return make_block()
 
 
-@pytest.fixture
-def tokens_BND():
-    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
-
-
 def test_the_residual_is_added_as_by_mmcv(block, tokens_BND):
     output_BND, _ = block.moe(tokens_BND)
     torch.testing.assert_close(block(tokens_BND), tokens_BND + output_BND)

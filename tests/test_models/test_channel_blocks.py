@@ -19,11 +19,6 @@ from damex.papers.channels import ChannelGates
 PLUGIN = dict(type="ContextBlock", ratio=0.25)
 
 
-@pytest.fixture
-def tokens_BND():
-    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
-
-
 def block_of(**options):
     torch.manual_seed(0)
     ffn = FFN(embed_dims=8, feedforward_channels=16, **options)

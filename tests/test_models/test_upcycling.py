@@ -44,11 +44,6 @@ def make_ffn(activation="ReLU", width=16):
     return ffn
 
 
-@pytest.fixture
-def tokens_BND():
-    return torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
-
-
 @pytest.mark.parametrize("activation", ["ReLU", "PReLU"])
 def test_every_expert_starts_as_the_ffn_of_a_dense_checkpoint(activation, tokens_BND):
     """Weights of a token sum to one here, so that the block equals the FFN."""

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 
 from damex.moe import (
@@ -69,16 +68,6 @@ def test_several_processes_train_as_one(together, case):
     norms = [[step["norm"].item() for step in found[case][0]] for found in together]
     assert all(own == norms[0] for own in norms)  # to the last bit
     assert min(norms[0]) > processes.MAX_NORM  # so that clipping matters
-
-
-@pytest.fixture
-def group(tmp_path):
-    """This process as a group of one."""
-    distributed.init_process_group(
-        "gloo", store=distributed.HashStore(), rank=0, world_size=1
-    )
-    yield
-    distributed.destroy_process_group()
 
 
 def test_a_copy_of_a_layer_talks_to_the_same_processes(group):

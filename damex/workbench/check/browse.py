@@ -116,10 +116,8 @@ def render(
         of_dataset.setdefault(view.dataset, []).append(view)
     octaves = np.log2(EDGES[-1])
     ticks = [(float(np.log2(tick) / octaves * CHART_WIDTH), tick) for tick in TICKS]
-    environment = Environment(
-        loader=PackageLoader("damex.workbench.check", ""), autoescape=True
-    )
-    return environment.get_template("page.html").render(
+    return render_page(
+        "damex.workbench.check",
         title=title,
         notes=notes,
         datasets=[
@@ -132,6 +130,12 @@ def render(
         chart=dict(width=CHART_WIDTH, height=CHART_HEIGHT, ticks=ticks),
         size_chart=SIZE_CHART,
     )
+
+
+def render_page(package: str, **values: Any) -> str:
+    """Render the ``page.html`` of a package."""
+    environment = Environment(loader=PackageLoader(package, ""), autoescape=True)
+    return environment.get_template("page.html").render(**values)
 
 
 def _splits(
@@ -158,7 +162,7 @@ def _splits(
                 curve=_curve(histogram, top),
                 sizes=_circles(view.size_M2, largest),
                 size_words=_size_words(view.size_M2),
-                legend=[(name, _css_color(colors[name]), n) for name, n in rows],
+                legend=[(name, css_color(colors[name]), n) for name, n in rows],
                 tiles=[dict(name=n, uri=data_uri(t)) for n, t in tiles[view.title]],
             )
         )
@@ -187,7 +191,7 @@ def _class_rows(
             else None
             for views in of_dataset.values()
         ]
-        color = _css_color(colors[name])
+        color = css_color(colors[name])
         rows.append(dict(name=name, color=color, cells=cells, total=total[name]))
     return rows
 
@@ -232,7 +236,8 @@ def _size_words(size_M2: np.ndarray) -> str:
     return words
 
 
-def _css_color(color: Color) -> str:
+def css_color(color: Color) -> str:
+    """Return a color as HTML writes it."""
     return "#{:02x}{:02x}{:02x}".format(*color)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from mmengine.config import Config
 
 from damex.config_files import config_of, find_config, import_modules, merge_options
-from damex.datasets.coco_boxes import usable_boxes
+from damex.datasets.coco_checks import usable_boxes
 from damex.datasets.coco_records import Records, read_json
 from damex.datasets.coco_schema import Expectations
 from damex.datasets.findings import Finding, Location

@@ -344,7 +344,7 @@ data.sort_key = len([*app])
 app.command(data)
 
 
-@command(app, "damex.workbench.toydata.command", "damex toydata --out data/toy")
+@command(app, "damex.workbench.toydata", "damex toydata --out data/toy")
 def toydata(*, out: Path = Path("data/toy"), seed: int = 0) -> None:
     """Generate the toy mixture of five small datasets in a new folder.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +17,23 @@ from mmengine.runner import Runner
 from torch import cuda
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.engine.config import build_runner, label_space_of, load_config
+from damex.datasets.label_space import LabelSpace
+from damex.engine.config import (
+    build_runner,
+    complete_config,
+    label_space_of,
+    load_config,
+)
 from damex.errors import ConfigError, printable
+from damex.files import write_json
+from damex.options import option_of
+from damex.workbench.api import run_damex
 from damex.workbench.check.domains import Pair, has_experts, share_experts
 from damex.workbench.check.labels import class_notes
-from damex.workbench.complete.training import train_completed
-from damex.workbench.zero_config import config_of_folders, named_folders
+from damex.workbench.zero_config import config_of_folders, named_folders, run_name
+
+# The completed datasets have the classes of the mixture, and folders of their own.
+_OF_LABELS = re.compile(r"label_space=|mixture\.\d+\.(?!group\b|weight\b)")
 
 
 def train(
@@ -45,9 +59,7 @@ def train(
         raise ConfigError("--model belongs to --data: a config sets its own model.")
     if complete:
         rare = amp or auto_scale_lr or resume is not None
-        _train_completed(
-            data=data, model=model, epochs=epochs, device=device, rare=rare, **run
-        )
+        train_completed(data, model, epochs, device, rare=rare, **run)
         return
     use_device(device)
     alike: list[Pair] = []
@@ -80,25 +92,6 @@ def _scale_lr(cfg: Config) -> None:
             "config."
         )
     cfg.auto_scale_lr.enable = True
-
-
-def _train_completed(
-    *,
-    rare: bool,
-    cfg_options: Sequence[str],
-    launcher: str,
-    local_rank: int,
-    **options: Any,
-) -> None:
-    """Train on the labels, and then on completed ones; ``rare`` options are refused."""
-    if not options["data"] or rare or launcher != "none":
-        raise ConfigError(
-            "--complete takes --data FOLDER FOLDER and, of the other options, --model, "
-            "--epochs, --device, --work-dir and --cfg-options; if it is interrupted, "
-            "repeat it: what is finished is kept. For a config or several GPUs, run "
-            "damex train, damex data complete and damex train one by one."
-        )
-    train_completed(options=cfg_options, **options)
 
 
 def _print_shared(mixture: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -> None:
@@ -205,3 +198,92 @@ def use_amp(cfg: Config) -> None:
         cfg.optim_wrapper.setdefault("dtype", "bfloat16")
     is_half = cfg.optim_wrapper.get("dtype") != "bfloat16"
     cfg.optim_wrapper.setdefault("loss_scale", "dynamic" if is_half else 1.0)
+
+
+def train_completed(
+    data: Sequence[str],
+    model: str | None,
+    epochs: int | None,
+    device: str | None,
+    *,
+    work_dir: str | None,
+    cfg_options: Sequence[str],
+    launcher: str = "none",
+    local_rank: int = 0,
+    rare: bool = False,
+) -> None:
+    """Train for half of the epochs, complete the datasets, and train for the others.
+
+    The first detector lies in ``teacher`` of the work dir, the completed datasets in
+    ``completed``; both are kept if the command is repeated. The second training starts
+    from the first detector. Each step is a process of its own. ``epochs`` are those of
+    both trainings together; ``rare`` is whether other options are set.
+
+    Raises:
+        ConfigError: If it is not for this training, the epochs cannot be split, nothing
+            is missing, or the work dir was begun with other settings.
+    """
+    if not data or rare or launcher != "none" or "RANK" in os.environ:
+        raise ConfigError(
+            "--complete takes --data FOLDER FOLDER and, of the other options, --model, "
+            "--epochs, --device, --work-dir and --cfg-options; if it is interrupted, "
+            "repeat it: what is finished is kept. For a config or several GPUs, run "
+            "damex train, damex data complete and damex train one by one."
+        )
+    folders = named_folders(data)
+    base = Path(work_dir or f"work_dirs/{run_name(folders)}")
+    start = config_of_folders(folders, model or "tiny")
+    cfg = load_config(start, cfg_options=cfg_options)
+    space, total = _checked(cfg, epochs)
+    if not class_notes(space)[1]:
+        raise ConfigError(
+            "--complete: each dataset annotates all classes of the mixture, so nothing "
+            "is missing; leave it out."
+        )
+    teacher, completed = base / "teacher", base / "completed"
+    words = dict(data=folders, model=model, epochs=total, options=[*cfg_options])
+    _remember(base / "complete.json", words)
+    given = [] if device is None else ["--device", device]
+    common = [*given, *([] if model is None else ["--model", model])]
+    if not (teacher / "summary.json").exists():
+        half = ["--epochs", str(total // 2), "--work-dir", str(teacher)]
+        settings = ["--cfg-options", *cfg_options] if cfg_options else []
+        _damex("train", "--data", *data, *common, *half, *settings)
+    summary = json.loads((teacher / "summary.json").read_text("utf-8"))
+    checkpoint = str(teacher / summary["checkpoint"])
+    if not completed.exists():
+        out = ["--out", str(completed)]
+        _damex("data", "complete", checkpoint, "--data", *data, *out, *given)
+    done = [f"{name}={completed / name}" for name in folders]
+    rest = ["--epochs", str(total - total // 2), "--work-dir", str(base)]
+    kept = [word for word in cfg_options if not _OF_LABELS.match(word)]
+    settings = ["--cfg-options", *kept, option_of("load_from", checkpoint)]
+    _damex("train", "--data", *done, *common, *rest, *settings)
+
+
+def _checked(cfg: Config, epochs: int | None) -> tuple[LabelSpace, int]:
+    """Label space and epochs of a training; ConfigError if they cannot be halved."""
+    cfg, _ = complete_config(cfg)
+    total = epochs or cfg.train_cfg.get("max_epochs")
+    if total is None or total < 2:
+        raise ConfigError(
+            "--complete needs two epochs or more, one for each half; got "
+            f"{total or 'a length in iterations'}. Set --epochs."
+        )
+    space = label_space_of(cfg)
+    assert space is not None  # of a config with a mixture
+    return space, total
+
+
+def _remember(file: Path, words: Mapping[str, Any]) -> None:
+    """Refuse to go on with what other settings have begun."""
+    if file.exists() and json.loads(file.read_text("utf-8")) != words:
+        raise ConfigError(
+            f"--complete: {file.parent} was begun with other settings (see {file}); "
+            "remove it, or choose another --work-dir."
+        )
+    write_json(file, words, indent=1)
+
+
+def _damex(*words: str) -> None:
+    run_damex(words, verbose=True)

@@ -102,24 +102,11 @@ def write_completed(
     min_score: float | None = None,
     samples: int = 24,
 ) -> str:
-    """Write datasets with the labels that they lack into a new folder.
+    """Write datasets into a new folder, and return a report for the screen.
 
-    Args:
-        teacher: Finds the objects.
-        folders: Of datasets, by name; without any, those of the teacher's training.
-        out: The new folder; written completely or not at all.
-        source: Name of the teacher, for the files.
-        classes: Names of the mixture to look for; by default all.
-        min_score: Score from which detections are labels; by default each class has its
-            own, chosen on validation images.
-        samples: Number of images of each dataset on the page.
-
-    Returns:
-        A report for the screen.
-
-    Raises:
-        ConfigError: If no class can be completed, or the folder exists.
-        DataError: If the data cannot be read.
+    As `damex.Detector.complete`, which has the errors, too. Without ``folders``, they
+    are those of the teacher's training. ``source`` names the teacher in the files, and
+    ``samples`` is the number of images of each dataset on the page.
     """
     if out.exists():
         raise ConfigError(f"{out} exists; remove it, or choose another folder.")

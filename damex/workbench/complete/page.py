@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jinja2 import Environment, PackageLoader
 from PIL import Image
 
 from damex.datasets.pixels import read_pixels
 from damex.files import write_text
 from damex.inference.drawing import Color, draw_boxes, palette
 from damex.progress import Bar
-from damex.workbench.check.browse import data_uri
+from damex.workbench.check.browse import css_color, data_uri, render_page
 from damex.workbench.complete.datasets import Label, LabeledDataset
 
 SIDE = 640  # of a drawn image, in pixels
@@ -62,12 +61,8 @@ def write_page(
                 ),
             )
         )
-    environment = Environment(
-        loader=PackageLoader("damex.workbench.complete", ""), autoescape=True
-    )
-    page = environment.get_template("page.html").render(
-        datasets=parts, thresholds=thresholds
-    )
+    values = dict(datasets=parts, thresholds=thresholds)
+    page = render_page("damex.workbench.complete", **values)
     write_text(folder / "index.html", page)
 
 
@@ -104,7 +99,7 @@ def _tile(
             id=one.id,
             name=one.name,
             score=one.score,
-            color="#{:02x}{:02x}{:02x}".format(*colors[one.name]),
+            color=css_color(colors[one.name]),
             is_accepted=one.is_accepted,
         )
         for one in found

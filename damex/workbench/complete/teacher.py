@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -55,36 +55,16 @@ class Found(NamedTuple):
         return self._at(kept)
 
 
-class Teacher(Protocol):
-    """Finds objects in images."""
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes in the mixture."""
-        ...
-
-    @property
-    def known(self) -> Mapping[str, Mapping[str, str]]:
-        """Class names of the datasets that it was trained on, as in a label space."""
-        ...
-
-    @property
-    def mixture(self) -> Sequence[Mapping[str, Any]]:
-        """Entries of the datasets that it was trained on."""
-        ...
-
-    def find(
-        self, images: Sequence[Path], wanted: Collection[str], bar: Bar
-    ) -> list[Found]:
-        """Return the detections of the ``wanted`` classes in each image."""
-        ...
-
-
 class DetectorTeacher:
     """A detector of a mixture, asked as each of the datasets that label a class.
 
     So a class competes only with those of its own dataset, and a mixture of experts
     answers with the experts that learned the class where it is labeled.
+
+    Attributes:
+        classes: Names of the classes in the mixture.
+        known: Class names of the datasets of the training, as in a label space.
+        mixture: Entries of these datasets.
     """
 
     def __init__(self, predictor: Predictor, *, batch_size: int) -> None:
@@ -182,6 +162,9 @@ class FileTeacher:
                 "folders in file_name that tell them apart."
             )
         return self._found[name]
+
+
+Teacher = DetectorTeacher | FileTeacher
 
 
 def _joined(rows: Iterable[Found]) -> Found:

@@ -16,7 +16,7 @@ import torch
 from mmengine.device import get_device
 from torch import Tensor
 
-from damex.config_files import LOADERS, PlainConfig, mixture_datasets
+from damex.config_files import PlainConfig, mixture_datasets, mixtures_of
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.engine.console import filter_console
 from damex.engine.rows import RowNames, has_groups, row_keys
@@ -244,10 +244,9 @@ def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, An
     names = space.dataset_names
     if found.get("mixture") is not None:
         found["mixture"] = _entries(found["mixture"], space)
-    for loader in LOADERS:
-        for dataset in mixture_datasets((found.get(loader) or {}).get("dataset")):
-            dataset["datasets"] = _entries(dataset.get("datasets"), space)
-            dataset["label_space"] = space.to_metainfo()
+    for dataset in mixtures_of(found):
+        dataset["datasets"] = _entries(dataset.get("datasets"), space)
+        dataset["label_space"] = space.to_metainfo()
     if isinstance(found.get("label_space"), Mapping):
         rules = LabelFile.from_content(found["label_space"])
         found["label_space"] = rules.only(*names).to_content()

@@ -15,7 +15,7 @@ from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
 
 import damex.registry  # noqa: F401
-from damex.config_files import LOADERS, MOE, mixture_datasets, read_part
+from damex.config_files import MOE, mixtures_of, read_part
 from damex.datasets.label_space import LabelFile, read_label_space
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import parse_mixture
@@ -127,10 +127,9 @@ def experts_of(joint: JointTraining, files: Sequence[str]) -> list[Training]:
     return list(found.values())
 
 
-def _changed(joint: JointTraining, name: str, change: Change | None) -> Training:
+def _changed(joint: JointTraining, name: str, change: Change) -> Training:
     cfg = copy.deepcopy(joint.config)
-    if change is not None:
-        change(cfg)
+    change(cfg)
     return Training(name, cfg, _images(cfg, joint.samples_per_epoch))
 
 
@@ -185,8 +184,8 @@ def _partition(cfg: Config) -> None:
 
 
 FFN_WIDTH = "model.{}.layer_cfg.ffn_cfg.feedforward_channels"
-CHANGES: dict[str, Change | None] = {
-    "dense": None,
+CHANGES: dict[str, Change] = {
+    "dense": lambda cfg: None,
     "dense_lr2": partial(_multiply, path="optim_wrapper.optimizer.lr", factor=2.0),
     "partitioned": _partition,
     "wide_decoder": partial(_multiply, path=FFN_WIDTH.format("decoder"), factor=4),
@@ -237,11 +236,10 @@ def _reduce_data(cfg: Config, dataset: str) -> None:
 
 def _forget_labels(cfg: Config) -> None:
     """Delete what a written config repeats of its datasets and label space."""
-    for loader in LOADERS:
-        for mixture in mixture_datasets((cfg.get(loader) or {}).get("dataset")):
-            mixture.pop("datasets", None)
-            if isinstance(mixture.get("label_space"), Mapping):
-                del mixture["label_space"]
+    for mixture in mixtures_of(cfg):
+        mixture.pop("datasets", None)
+        if isinstance(mixture.get("label_space"), Mapping):
+            del mixture["label_space"]
     cfg["model"]["bbox_head"]["num_classes"] = None
 
 

@@ -41,6 +41,21 @@ _LICENSE = "Apache-2.0; digits: CC BY 4.0; photographs: CC BY 2.0 (see data/READ
 _SIZES_HW = ((128, 128), (128, 128), (128, 128), (96, 128), (128, 96))
 
 
+def toydata(*, out: Path, seed: int) -> None:
+    """``damex toydata``: generate the mixture in a new folder, and print its sizes."""
+    if holds_toy_mixture(out, seed=seed):
+        print(f"{out} holds the toy mixture already; to make it again, delete {out}.")
+        return
+    boxes = generate_toy_mixture(out, seed=seed)
+    print(f"{out}\n{'dataset':<10}{'images train/val':>18}{'boxes':>14}  classes")
+    for spec in DATASETS:
+        images, found = (
+            f"{train}/{val}"
+            for train, val in ((spec.num_train, spec.num_val), boxes[spec.name])
+        )
+        print(f"{spec.name:<10}{images:>18}{found:>14}  {', '.join(spec.classes)}")
+
+
 def generate_toy_mixture(
     out: Path, *, seed: int = 0, specs: Sequence[DatasetSpec] = DATASETS
 ) -> dict[str, list[int]]:

@@ -1,4 +1,4 @@
-"""Tests of damex.moe.gates.topk."""
+"""Tests of damex.moe.gates."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from damex.moe import BiasBalancer, TopKGate
+from damex.moe import BiasBalancer, ExpertCapacity, TopKGate
 from damex.papers.dense_gates import DenseSoftmaxGate
 
 LOG3 = math.log(3.0)
@@ -104,3 +104,122 @@ def test_noise_changes_choices_but_weights_stay_clean_unless_asked():
         at_route = clean[assignment.token_index_R, assignment.expert_index_R]
         same = torch.allclose(assignment.weight_R, at_route)
         assert same == (not noisy_weights)
+
+
+# ---- capacity and balance ----
+
+
+def capped(factor=1.0, k=1, **options):
+    return TopKGate(k, capacity=ExpertCapacity(factor=factor), **options)
+
+
+def pairs(assignment):
+    return list(
+        zip(
+            assignment.token_index_R.tolist(),
+            assignment.expert_index_R.tolist(),
+            strict=True,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "factor", "k", "expected"),
+    [
+        (900, 8, 1.25, 1, 141),  # ceil(900 / 8) = 113; int(141.25)
+        (1100, 8, 1.25, 1, 172),  # ceil(1100 / 8) = 138; int(172.5)
+        (900, 8, 1.25, 2, 282),  # 2 * 141, not int(2 * 141.25)
+        (8, 8, 1.0, 1, 1),
+        (9, 8, 1.0, 1, 2),  # ceil(9 / 8)
+        (0, 8, 1.25, 1, 0),
+    ],
+)
+def test_capacity_of_each_expert(tokens, experts, factor, k, expected):
+    assert ExpertCapacity(factor=factor).capacity(tokens, experts, k=k) == expected
+
+
+# Five tokens, all with expert 0 first; ceil(5 / 2) = a capacity of 3.
+LEADS = torch.tensor([0.5, 3.0, 1.0, 2.0, 4.0])
+ONE_SIDED = torch.stack([LEADS, torch.zeros(5)], dim=-1).view(5, 2)
+
+
+def test_who_is_served():
+    assignment = capped()(ONE_SIDED)
+    assert assignment.token_index_R.tolist() == [1, 3, 4]
+    assert assignment.counts_E.tolist() == [3, 0]
+    assert assignment.dropped.token_index_R.tolist() == [0, 2]
+    assert assignment.dropped.counts_E.tolist() == [2, 0]
+
+
+def test_the_capacity_is_shared_by_the_images_of_a_batch():
+    # 2 x 5 tokens, a capacity of 5: those of the leads 4, 4, 3, 3 and the first 2.
+    assignment = capped()(ONE_SIDED.repeat(2, 1))
+    assert assignment.token_index_R.tolist() == [1, 3, 4, 6, 9]
+
+
+def test_first_choices_are_served_before_second_ones_and_weights_stay():
+    # Token 0 is surer of everything, but expert 1 is its second choice.
+    logits = torch.tensor([[9.0, 8.0, 0.0], [0.0, 1.0, 0.5], [0.0, 1.0, 0.4]])
+    assignment = capped(factor=1.0, k=2)(logits)
+    # ceil(3 / 3) = 1, times k: 2 routes. Expert 1: first choices of tokens 1 and 2.
+    assert pairs(assignment) == [(0, 0), (1, 1), (2, 1), (1, 2), (2, 2)]
+    assert pairs(assignment.dropped) == [(0, 1)]
+    assert assignment.routes_per_token is None
+    free = TopKGate(2)(logits)
+    weights = dict(zip(pairs(free), free.weight_R.tolist(), strict=True))
+    for routes in (assignment, assignment.dropped):
+        for pair, weight in zip(pairs(routes), routes.weight_R.tolist(), strict=True):
+            assert weight == pytest.approx(weights[pair])
+
+
+def test_a_balance_sees_the_demand_before_the_cut():
+    gate = capped(balance=BiasBalancer(2))
+    gate(ONE_SIDED)
+    assert gate.balance.seen_E.tolist() == [5, 0]
+
+
+def test_bias_moves_against_the_load_by_hand():
+    balance = BiasBalancer(3, rate=0.25)
+    balance.observe(torch.tensor([5, 0, 1]))
+    balance.observe(torch.tensor([0, 0, 3]))
+    assert torch.equal(balance.bias_E, torch.zeros(3))
+    balance.step()  # load 5, 0, 4 around a mean of 3
+    assert balance.bias_E.tolist() == [-0.25, 0.25, -0.25]
+    balance.step()  # nothing seen since
+    assert balance.bias_E.tolist() == [-0.25, 0.25, -0.25]
+    balance.observe(torch.tensor([2, 3, 1]))
+    balance.step()  # expert 0 is at the mean and stays
+    assert balance.bias_E.tolist() == [-0.25, 0.0, 0.0]
+
+
+def test_a_summed_load_is_closed_until_the_step():
+    balance = BiasBalancer(2, rate=1.0)
+    balance.observe(torch.tensor([5, 1]))
+    balance.all_reduce()
+    assert balance.counts_E.tolist() == [5, 1]
+    balance.observe(torch.tensor([0, 9]))  # as activation recomputation does
+    balance.step()
+    assert balance.bias_E.tolist() == [-1.0, 1.0]
+    balance.observe(torch.tensor([0, 9]))  # of the next step
+    balance.step()
+    assert balance.bias_E.tolist() == [0.0, 0.0]
+
+
+def test_only_training_counts():
+    gate = TopKGate(1, balance=BiasBalancer(2))
+    logits = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
+    gate(logits[:2])
+    gate.eval()(logits)
+    gate.balance.all_reduce()
+    assert gate.balance.counts_E.tolist() == [1, 1]
+
+
+def test_a_resumed_balance_goes_on_with_the_load_it_had_seen():
+    balance, resumed = BiasBalancer(2), BiasBalancer(2)
+    balance.observe(torch.tensor([5, 1]))
+    balance.all_reduce()
+    resumed.load_state_dict(balance.state_dict())
+    for one in (balance, resumed):
+        one.step()
+    assert torch.equal(resumed.bias_E, balance.bias_E)
+    assert resumed.bias_E[1] > 0
