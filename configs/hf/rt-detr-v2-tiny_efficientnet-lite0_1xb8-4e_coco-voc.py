@@ -3,7 +3,7 @@
 # images per epoch in the same time.
 # Requires: data/coco and data/VOCdevkit (data/README.md), and the extras `hf` and
 # `pretrained`.
-# Not trained on COCO and VOC; docs/guides/transformers.md has results on small datasets.
+# Not trained on COCO and VOC; results: docs/guides/transformers.md.
 _base_ = [
     "../_base_/models/moe-rt-detr-v2-tiny_efficientnet-lite0.py",
     "../_base_/moe/damex_best.py",
