@@ -1,10 +1,7 @@
 """Detectors of Transformers, written for Transformers alone and as ONNX graphs."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -296,20 +293,8 @@ def test_a_graph_detects_what_the_plain_detector_does(save, family, steps, expor
     check(graph, plain.build(), session=None if exported else InTorch(graph))
 
 
-ALONE = """
-import sys
-
-class Alone:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("damex", "mmcv", "mmdet", "mmengine"):
-            raise ModuleNotFoundError(name)
-
-sys.meta_path.insert(0, Alone())
-"""
-
-
 @pytest.mark.slow
-def test_the_code_of_the_page_runs_without_damex(save, tmp_path):
+def test_the_code_of_the_page_runs_without_damex(save, tmp_path, run_alone):
     """On an image that lies on its side and is not resized, and on a larger one."""
     codes = re.findall(r"```python\n(import [^`]*)```", PAGE.read_text("utf-8"))
     first, second = (code.replace("256", "64").replace("0.3", "0.0") for code in codes)
@@ -323,17 +308,10 @@ def test_the_code_of_the_page_runs_without_damex(save, tmp_path):
     detect = first[first.index("with torch.no_grad") :]
     again = "print(10 * '-')\nimage = Image.open('large.png')\n"
     prepare = first[first.index("inputs = ") : first.index("with torch.no_grad")]
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE + first + again + prepare + second + detect],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    code = first + again + prepare + second + detect
+    printed = run_alone(code, tmp_path).split(10 * "-")
     predictor = Predictor(checkpoint, device="cpu")
-    for room, text in zip(rooms, done.stdout.split(10 * "-"), strict=True):
+    for room, text in zip(rooms, printed, strict=True):
         (told,) = predictor(room, dataset="park", min_score=0.0)
         lines = [line for line in text.splitlines() if "[" in line][:10]
         for line, *known in zip(

@@ -20,7 +20,6 @@ from torch.nn import functional
 
 from damex.errors import ConfigError
 from damex.hf.detector import TransformersDetector
-from damex.hf.families import RF_DETR, sites_of
 from damex.hf.folder import image_processor, probes, write_folder
 from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.export.dense_experts import linear_map, linear_units
@@ -72,7 +71,7 @@ def extract_plain(stored: DetectorCheckpoint, dataset: str) -> PlainTransformers
     number = stored.dataset_id(dataset)
     labels = stored.space.valid_labels(number)
     detector: Any = stored.build()
-    if detector.detr.config.model_type == RF_DETR:
+    if detector.detr.config.model_type == "rf_detr":
         raise ConfigError(
             "exports of an RF-DETR are not available; use damex predict, or damex.load "
             "in Python."
@@ -98,7 +97,7 @@ def _without_experts(
     """
     names = {module: name for name, module in detector.named_modules()}
     widths, state = dict[str, int](), dict[str, Tensor]()
-    for part, layers in sites_of(detector.detr).items():
+    for part, layers in detector.layout.sites(detector.detr).items():
         activation = getattr(detector.detr.config, f"{part}_activation_function")
         units = [_units(layer, group, activation) for layer in layers]
         most = max((columns.shape[1] for _, columns in units), default=0)
