@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 18_510), "workbench": (58, 12_970), "tests": (150, 32_360)}
-LIMITS |= {"hf": (8, 1_115), "tests/test_hf": (7, 1_320)}
+LIMITS = {"core": (77, 18_510), "workbench": (58, 13_075), "tests": (150, 32_360)}
+LIMITS |= {"hf": (8, 1_175), "tests/test_hf": (7, 1_440)}
 
 
 def layer_of(module):

@@ -60,14 +60,26 @@ def image_processor(detector: Any, pipeline: Pipeline) -> Any:
         size = dict(max_height=height, max_width=width)
     rows, columns = shown_P3HW.shape[2:]
     pad = dict(do_pad=True, pad_size=dict(height=rows, width=columns))
+    mean, std = _normalization(detector.data_preprocessor)
+    if (mean, std) != ([0.0] * 3, [1.0] * 3):
+        pad |= dict(do_normalize=True, image_mean=mean, image_std=std)
     processor = transformers().RTDetrImageProcessor(size=size, **pad)
     if not _agree(processor, pictures, shown_P3HW):
         raise ConfigError(
             "Transformers' image processor scales pixels to [0, 1] and pads with "
-            "black, at the right and bottom, and the evaluation of the training shows "
-            "images otherwise; export a .onnx file, which prepares images itself."
+            "black (of normalized pixels, with their mean), at the right and bottom, "
+            "and the evaluation of the training shows images otherwise; export a .onnx "
+            "file, which prepares images itself."
         )
     return processor
+
+
+def _normalization(of: Any) -> tuple[list[float], list[float]]:
+    """Mean and deviation of pixels in [0, 1]."""
+    if not of._enable_normalize:
+        return [0.0] * 3, [1 / 255] * 3
+    mean, std = ((one.double().flatten() / 255).tolist() for one in (of.mean, of.std))
+    return mean, std
 
 
 def _agree(processor: Any, pictures: Sequence[np.ndarray], shown_P3HW: Tensor) -> bool:

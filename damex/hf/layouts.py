@@ -79,6 +79,18 @@ class HybridEncoder:
         """Return losses whose sum is Transformers' loss."""
         return dict(losses)
 
+    def activation(self, config: Any, part: str) -> str:
+        """Return the name of the activation in FFNs of encoder or decoder."""
+        return getattr(config, f"{part}_activation_function")
+
+    def widen(self, config: Any, part: str, units: int, *, gates: int) -> int:
+        """Give all FFNs of a part ``units`` hidden units, or as few more as can be.
+
+        FFNs with ``gates=2`` have a gate for each unit. Returns the number.
+        """
+        setattr(config, f"{part}_ffn_dim", units * gates)
+        return units
+
 
 class WindowedBackbone:
     """RF-DETR: a DINOv2 with windows, no encoder, and groups of queries.
@@ -137,7 +149,29 @@ class WindowedBackbone:
             if (kind := name.split("_")[1]) in weights
         }
 
+    def activation(self, config: Any, part: str) -> str:
+        """Return that of the backbone for the encoder."""
+        if part == "encoder":
+            return config.backbone_config.hidden_act
+        return config.decoder_activation_function
+
+    def widen(self, config: Any, part: str, units: int, *, gates: int) -> int:
+        """Widen blocks of the backbone by whole widths of it, and return the units."""
+        if part == "decoder":
+            config.decoder_ffn_dim = units
+            return units
+        backbone = config.backbone_config
+        while (found := _block_units(backbone)) < units:
+            backbone.mlp_ratio += 1
+        return found
+
     def _outputs(self, model: Any) -> list[int]:
         """Return how many blocks each feature map has behind it."""
         config = model.config.backbone_config
         return [number % len(config.stage_names) for number in config.out_indices]
+
+
+def _block_units(config: Any) -> int:
+    """Return the hidden units of a block's FFN, as Transformers rounds them."""
+    units = config.hidden_size * config.mlp_ratio
+    return (units * 2 // 3 + 7) // 8 * 8 if config.use_swiglu_ffn else units

@@ -211,12 +211,12 @@ KINDS = {
 }
 
 
-def mixture_graph(checkpoint):
+def mixture_graph(checkpoint, kind=DetectorGraph):
     """The graph of a whole mixture, and the detector that it was made of."""
     stored = DetectorCheckpoint.read(str(checkpoint))
     labels = labels_by_group(stored.space)
     detector, votes = voted_detector(stored.build(), labels, stored.path)
-    return DetectorGraph(detector, stored.pipeline, votes).eval(), stored.build()
+    return kind(detector, stored.pipeline, votes).eval(), stored.build()
 
 
 def save_mixture(save, **moe):

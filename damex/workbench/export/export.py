@@ -148,7 +148,9 @@ def _export_onnx(
     out: Path,
 ) -> list[str]:
     """Write a specialist or a mixture as ONNX, if both detect the same."""
-    space, labels, votes, library = stored.space, None, None, "mmdet"
+    space, labels, votes = stored.space, None, None
+    is_plain = stored.model["type"] == MoETransformersDetector.__name__
+    library = "Transformers" if is_plain else "mmdet"
     about: dict[str, Any] = dict(damex=__version__)
     if specialist is None:
         names, labels = space.dataset_names, labels_by_group(space)
@@ -158,10 +160,9 @@ def _export_onnx(
         about["labels"] = dict(zip(space.group_names, labels, strict=True))
     else:
         names = (str(dataset),)
-        library = specialist.library
         detector, reference = specialist.build(), specialist.build()
         about |= dict(classes=specialist.classes, dataset=dataset)
-    kind = DetectorGraph if library == "mmdet" else TransformersGraph
+    kind = TransformersGraph if is_plain else DetectorGraph
     graph = kind(detector, stored.pipeline, votes).eval()
     content = to_onnx(graph, about)
     session, inputs = start_session(content), Inputs(stored.pipeline)

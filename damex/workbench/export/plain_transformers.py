@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from damex.errors import ConfigError
 from damex.hf.detector import TransformersDetector
+from damex.hf.families import plain_config
 from damex.hf.folder import image_processor, probes, write_folder
 from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.export.dense_experts import linear_map, linear_units
@@ -71,16 +72,14 @@ def extract_plain(stored: DetectorCheckpoint, dataset: str) -> PlainTransformers
     number = stored.dataset_id(dataset)
     labels = stored.space.valid_labels(number)
     detector: Any = stored.build()
-    if detector.detr.config.model_type == "rf_detr":
-        raise ConfigError(
-            "exports of an RF-DETR are not available; use damex predict, or damex.load "
-            "in Python."
-        )
-    model = copy.deepcopy({k: stored.model[k] for k in KEPT if k in stored.model})
+    model = _kept(stored)
     model["bbox_head"] = dict(num_classes=len(labels))
     clamp_max_per_img(model, detector, len(labels))
-    widths, ffns = _without_experts(detector, stored.space.group_id(number))
-    model["config"] |= widths
+    config, ffns = _without_experts(detector, stored.space.group_id(number))
+    values = config.to_dict()
+    if "backbone" in model:  # of timm
+        del values["backbone_config"]
+    model["config"] = plain_config(values)
     plain = TransformersDetector(**copy.deepcopy(model)).state_dict()
     state = {**detector.state_dict(), **ffns}
     state = of_classes(state, plain, labels, detector.bbox_head)
@@ -88,27 +87,32 @@ def extract_plain(stored: DetectorCheckpoint, dataset: str) -> PlainTransformers
     return PlainTransformers(classes, model, stored.pipeline, state)
 
 
-def _without_experts(
-    detector: Any, group: int
-) -> tuple[dict[str, int], dict[str, Tensor]]:
-    """Widths of FFNs for the model's config, and tensors of FFNs that hold experts.
+def _kept(stored: DetectorCheckpoint) -> dict[str, Any]:
+    """Return what a plain detector takes of a model's config."""
+    return copy.deepcopy({k: stored.model[k] for k in KEPT if k in stored.model})
 
-    The layers of encoder and decoder have one width each.
+
+def _without_experts(detector: Any, group: int) -> tuple[Any, dict[str, Tensor]]:
+    """The model's config with wider FFNs, and tensors of FFNs that hold experts.
+
+    All layers of encoder and decoder, also those without experts, have one width each.
     """
+    model, layout = detector.detr, detector.layout
     names = {module: name for name, module in detector.named_modules()}
-    widths, state = dict[str, int](), dict[str, Tensor]()
-    for part, layers in detector.layout.sites(detector.detr).items():
-        activation = getattr(detector.detr.config, f"{part}_activation_function")
+    config, state = copy.deepcopy(model.config), dict[str, Tensor]()
+    for part, sites in layout.sites(model).items():
+        if not sites:
+            continue
+        activation = layout.activation(config, part)
+        layers = [one for one in model.modules() if isinstance(one, type(sites[0]))]
         units = [_units(layer, group, activation) for layer in layers]
-        most = max((columns.shape[1] for _, columns in units), default=0)
+        *hidden, last = _linears(sites[0].mlp).values()
+        most = last.in_features + max(columns.shape[1] for _, columns in units)
+        most = layout.widen(config, part, most, gates=len(hidden))
         for layer, one in zip(layers, units, strict=True):
             ffn = _widened(layer.mlp, *one, most)
             state |= {f"{names[layer.mlp]}.{key}": value for key, value in ffn.items()}
-            count = len(one[0])  # a gated FFN divides its width
-            key = f"{part}_ffn_dim"
-            width = getattr(detector.detr.config, key)
-            widths[key] = (width // count + most) * count
-    return widths, state
+    return config, state
 
 
 Rows = Sequence[tuple[Tensor, float]]  # weights (U, D) and bias
@@ -129,10 +133,10 @@ def _units(layer: Any, group: int, activation: str) -> tuple[Rows, Tensor]:
 
 
 def _widened(mlp: Any, rows: Rows, columns_DU: Tensor, most: int) -> dict[str, Tensor]:
-    """State dict of an FFN with ``most`` more units; those not given add nothing."""
+    """State dict of an FFN with ``most`` units; those that nobody gives add nothing."""
     *hidden, (last, linear) = _linears(mlp).items()
-    blank = most - columns_DU.shape[1]
     weight_DH = torch.cat([linear.weight, columns_DU], dim=1)
+    blank = most - weight_DH.shape[1]
     found = {
         f"{last}.weight": functional.pad(weight_DH, (0, blank)),
         f"{last}.bias": linear.bias,
@@ -157,7 +161,8 @@ class TransformersGraph(DetectorGraph):
     """
 
     def _adopt(self) -> None:
-        probes(self.detector, self.pipeline)
+        _, shown_P3HW = probes(self.detector, self.pipeline)
+        _fix_places(self.detector.detr, *shown_P3HW.shape[2:])
 
     def _transform(
         self, pixels_B3HW: Tensor, size: Sequence[int], padded: Sequence[int]
@@ -167,6 +172,18 @@ class TransformersGraph(DetectorGraph):
             found = model(pixel_values=pixels_B3HW)
         share_2 = (size_tensor(size) / size_tensor(padded)).float()
         return found.logits, found.pred_boxes / share_2.flip(0).repeat(2)
+
+
+@torch.no_grad()
+def _fix_places(model: nn.Module, height: int, width: int) -> None:
+    """Interpolate the places of patches once; ONNX runtimes would do it otherwise."""
+    for module in model.modules():
+        if hasattr(module, "interpolate_pos_encoding"):
+            of: Any = module
+            patches = (height // of.patch_size) * (width // of.patch_size)
+            blank = torch.empty(1, 1 + patches, of.position_embeddings.shape[-1])
+            places = of.interpolate_pos_encoding(blank, height, width)
+            of.interpolate_pos_encoding = lambda *_, places=places: places
 
 
 @contextmanager
