@@ -9,6 +9,7 @@ import pytest
 import torch
 from mmengine.config import Config
 from PIL import Image
+from safetensors.torch import load_file
 
 from damex.__main__ import main
 from damex.datasets.label_space import LabelSpace
@@ -151,6 +152,14 @@ def test_a_folder_equals_the_mixture_that_is_told(save, family, tmp_path, option
 
 
 @pytest.fixture
+def attach():
+    """The function of the page, which knows neither damex nor its checkpoint."""
+    known = {}
+    exec(CODES[2], known)
+    return known["attach"]
+
+
+@pytest.fixture
 def save_voting(save):
     """Save a detector and two images, which its first router takes for street and park.
 
@@ -177,6 +186,93 @@ def save_voting(save):
         return checkpoint, images
 
     return make
+
+
+def test_files_of_adapters_equal_the_mixture(save_voting, family, tmp_path, attach):
+    """By the code of the page: of each dataset, and of what an image votes for."""
+    checkpoint, images = save_voting(family)
+    folder = tmp_path / "all"
+    assert export(checkpoint, f"{folder}/", dataset=None) == 0
+    predictor, apart = Predictor(checkpoint, device="cpu"), []
+    for dataset in (None, "street", "park"):
+        model, processor = load(folder)
+        assert [*model.config.id2label.values()] == [*SPACE.classes]
+        plain = [detections(model, processor, image)[0].logits for image in images]
+        attach(model, folder, dataset)
+        told = predictor(images, dataset=dataset or "auto", min_score=0.0)
+        names = [dataset] * 2 if dataset else ["street", "park"]
+        assert [one.dataset for one in told] == names
+        for image, before, known in zip(images, plain, told, strict=True):
+            outputs, found = detections(model, processor, image)
+            names = [model.config.id2label[n] for n in found["labels"].tolist()]
+            assert names == [*known.names]
+            assert np.abs(found["scores"].numpy() - known.scores).max() < 1e-5
+            boxes = found["boxes"].clamp(0, 64).numpy()
+            assert np.abs(boxes - known.boxes).max() < 64 * 1e-5
+            seen = outputs.logits.isfinite()
+            apart.append((outputs.logits - before)[seen].abs().max())
+    assert min(apart) > 1e-2  # the shared part alone is another detector
+
+
+def test_files_of_adapters_say_what_they_hold(save, tmp_path):
+    """A weight of 2 is in the tensors; layers without experts have none."""
+    moe = best(layers=dict(decoder=[1], encoder=[]), gate=TWICE)
+    checkpoint, folder = save("d_fine", moe=moe), tmp_path / "all"
+    assert export(checkpoint, f"{folder}/", dataset=None) == 0
+    files = ["adapters.json", "adapters.safetensors", "config.json"]
+    files += ["model.safetensors", "preprocessor_config.json"]
+    assert sorted(one.name for one in folder.iterdir()) == files
+    about = json.loads((folder / "adapters.json").read_text("utf-8"))
+    name = "model.decoder.layers.1.mlp"
+    (layer,) = about["layers"]
+    assert layer == dict(name=name, kind="low-rank", rank=2, router="linear", windows=1)
+    assert about["groups"] == [
+        dict(name="street", labels=[0, 1]),
+        dict(name="park", labels=[1, 2, 3]),
+    ]
+    assert about["datasets"]["park"] == dict(group=1, labels=[1, 2, 3])
+    heads = [f"model.decoder.class_embed.{n}" for n in range(2)]
+    assert about["class_heads"] == [*heads, "model.enc_score_head"]
+    tensors = load_file(folder / "adapters.safetensors")
+    shapes = {"router.weight": (2, 32)}
+    for dataset in ("street", "park"):
+        shapes |= {f"{dataset}.lora_A.weight": (2, 32)}
+        shapes |= {f"{dataset}.lora_B.weight": (32, 2)}
+    found = {key: tuple(one.shape) for key, one in tensors.items()}
+    assert found == {f"{name}.{key}": shape for key, shape in shapes.items()}
+    state = torch.load(checkpoint, weights_only=False)["state_dict"]
+    up_ELD = state["detr.model.decoder.layers.1.adapter.moe.experts.up_ELD"]
+    up_DL = tensors[f"{name}.park.lora_B.weight"]
+    torch.testing.assert_close(up_DL, 2 * up_ELD[1].T)
+
+
+def test_a_mixture_without_experts_is_a_folder_of_all_classes(save, tmp_path):
+    checkpoint, folder = save("d_fine", moe=None, num_groups=None), tmp_path / "all"
+    assert export(checkpoint, f"{folder}/", dataset=None) == 0
+    assert not (folder / "adapters.json").exists()
+    model, processor = load(folder)
+    (image,) = pictures((64, 40), 1, seed=1)
+    (told,) = Predictor(checkpoint, device="cpu")(image, dataset="all", min_score=0.0)
+    _, found = detections(model, processor, image)
+    assert [model.config.id2label[n] for n in found["labels"].tolist()] == [*told.names]
+    assert np.abs(found["scores"].numpy() - told.scores).max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("moe", "words"),
+    [
+        (dict(image_vote=False), "every token chooses its expert, which no file"),
+        (dict(losses=[]), "none that were trained to predict the dataset"),
+        (dict(num_experts=3), "the dataset has 2 experts"),
+        (dict(experts=dict(type="AffineExperts")), "2 AffineExperts for 2 datasets"),
+        (dict(router=dict(type="MLPRouter")), "and a MLPRouter; files of adapters"),
+    ],
+)
+def test_experts_that_no_files_of_adapters_hold(save, tmp_path, capsys, moe, words):
+    folder = tmp_path / "all"
+    assert export(save("d_fine", moe=best(**moe)), f"{folder}/", dataset=None) == 2
+    assert words in capsys.readouterr().err
+    assert not folder.exists()
 
 
 def test_a_folder_is_loaded_by_damex_again(save, tmp_path):
@@ -254,7 +350,7 @@ def test_what_has_no_plain_equal_is_refused(save, tmp_path, capsys, options, wor
     assert not (tmp_path / "park").exists()
 
 
-@pytest.mark.parametrize("dataset", ["park"])
+@pytest.mark.parametrize("dataset", ["park", None])
 def test_what_no_folder_holds_is_refused(save, tmp_path, capsys, dataset):
     assert export(save("d_fine timm"), tmp_path / "park", dataset=dataset) == 2
     assert re.search("cannot read .* a .onnx file", capsys.readouterr().err)
@@ -290,7 +386,7 @@ def test_forms_that_do_not_fit_are_refused(save, tmp_path, capsys):
             {},
             r"is of Transformers, which .*park.pth is not for; name --out",
         ),
-        ("all", dict(dataset=None), "a folder is of one dataset: add --dataset NAME"),
+        ("all.pth", dict(dataset=None), "a .pth file is of one dataset: add --dataset"),
     ]:
         assert export(checkpoint, tmp_path / out, **options) == 2
         assert re.search(words, capsys.readouterr().err)
@@ -346,7 +442,7 @@ def test_a_graph_detects_what_the_detector_does(
 def test_the_code_of_the_page_runs_without_damex(save, tmp_path, run_alone):
     """On an image that lies on its side and is not resized, and on a larger one."""
     codes = (code.replace("256", "64").replace("0.3", "0.0") for code in CODES)
-    first, second = codes
+    first, second, _ = codes
     checkpoint = save("d_fine")
     plain_of(checkpoint).write(tmp_path / "playroom")
     exif = Image.Exif()
