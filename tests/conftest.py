@@ -469,3 +469,35 @@ def records(monkeypatch):
         ),
     )
     return seen
+
+
+ALONE = """
+import sys
+
+class Alone:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {hidden}:
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Alone())
+"""
+
+
+@pytest.fixture
+def run_alone() -> Callable[..., str]:
+    """Run code in a process without damex, mmdet and others; return what it prints."""
+
+    def run(code: str, folder: Path, *others: str) -> str:
+        hidden = ("damex", "mmcv", "mmdet", "mmengine", *others)
+        done = subprocess.run(
+            [sys.executable, "-c", ALONE.format(hidden=hidden) + code],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run

@@ -7,6 +7,7 @@
 # Requires: a GPU, and the extra `hf`; config and weights are downloaded once.
 # Not run with published weights. Tests train from folders with random weights.
 _base_ = [
+    "../_base_/models/pixels_in_0_1.py",
     "../_base_/moe/damex_best.py",
     "../_base_/datasets/toy_256.py",
     "../_base_/schedules/adamw_12e.py",
@@ -27,14 +28,3 @@ train_dataloader = dict(
 val_dataloader = dict(num_workers=4)
 test_dataloader = val_dataloader
 auto_scale_lr = dict(base_batch_size=8)
-model = dict(
-    type="MoETransformersDetector",
-    bbox_head=dict(num_classes=None),  # set from the mixture
-    data_preprocessor=dict(
-        type="DetDataPreprocessor",
-        mean=[0.0] * 3,
-        std=[255.0] * 3,  # pixels in [0, 1]
-        bgr_to_rgb=True,
-        pad_size_divisor=32,
-    ),
-)

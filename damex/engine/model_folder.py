@@ -73,10 +73,12 @@ def write_model_folder(
     write_weights(folder, state)
 
 
-def write_weights(folder: Path, state: Mapping[str, Tensor]) -> None:
+def write_weights(
+    folder: Path, state: Mapping[str, Tensor], name: str = WEIGHTS
+) -> None:
     """Write weights beside a config, each whole, also if two share their memory."""
     tensors = {key: t.detach().cpu().contiguous().clone() for key, t in state.items()}
-    with atomic_write(folder / WEIGHTS) as part:
+    with atomic_write(folder / name) as part:
         try:
             save_file(tensors, part, metadata={"format": "pt", "damex": __version__})
         except SafetensorError as error:  # wraps an OSError of Rust

@@ -57,8 +57,8 @@ class MoEAdapter(MoEFFN):
         self, tokens_BND: Tensor
     ) -> Tensor:
         """Return the output of the experts."""
-        shape = tokens_BND.shape
-        tokens_BND = tokens_BND.reshape(len(tokens_BND) // self.windows, -1, shape[-1])
+        shape, windows = tokens_BND.shape, self.windows
+        tokens_BND = tokens_BND.reshape(shape[0] // windows, windows * shape[1], -1)
         first, last, _ = self.counted.indices(tokens_BND.shape[1])
         outputs = [self._route(tokens_BND[:, first:last])]
         if first > 0:

@@ -5,38 +5,26 @@ Axes: B images, Q queries, C classes, K boxes of an image.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pkgutil import resolve_name
 from typing import Any, cast
 
 from mmdet.models.detectors import BaseDetector
 from mmdet.registry import MODELS
 from mmdet.structures.bbox import bbox_xyxy_to_cxcywh
-from mmengine.logging import print_log
 from torch import Tensor, nn
 
 from damex.errors import ConfigError, DataError
 from damex.hf.adapters import insert_adapters
-from damex.hf.families import (
-    CLASS_ROWS,
-    RF_DETR,
-    backbone_of,
-    build_model,
-    class_heads,
-    counted_queries,
-    criterion_of,
-    sites_of,
-    strides_of,
-    weighted,
-    windows_of,
-)
+from damex.hf.families import FAMILIES, backbone_of, build_model
 from damex.hf.head import TransformersHead, adjusted_losses, share_of_boxes
 from damex.hf.weights import PREFIX, read_config
 from damex.models.build import module_class
 from damex.models.config import MoEConfig
 from damex.models.dataset_classifier import class_scores
 from damex.models.detectors import RoutedDetector
+from damex.models.insertion import InsertionReport
 from damex.models.queries import check_cells
 from damex.models.timm_backbone import TimmBackbone
 
@@ -92,9 +80,10 @@ class TransformersDetector(BaseDetector):
         timm = None if backbone is None else _timm_backbone(backbone)
         self.detr = build_model(config or read_config(str(name)), num_classes, timm)
         self.bbox_head = TransformersHead(num_classes, test_cfg or {})
-        self.bbox_head.cls_branches = (*class_heads(self.detr),)
-        self.strides = strides_of(self.detr.config)
-        self.windows = windows_of(self.detr.config)
+        self.layout = FAMILIES[self.detr.config.model_type]
+        self.bbox_head.cls_branches = (*self.layout.class_heads(self.detr),)
+        self.strides = self.layout.strides(self.detr.config)
+        self.windows = getattr(self.detr.config.backbone_config, "num_windows", 1)
         self._check(data_preprocessor or {}, test_cfg or {})
 
     def _check(
@@ -148,13 +137,12 @@ class TransformersDetector(BaseDetector):
         ratio_B4 = _image_ratio(batch_data_samples, batch_inputs)
         self._check_cells(batch_inputs)
         num_boxes = sum(len(one["boxes"]) for one in labels)
-        share = 1.0  # RF-DETR counts the boxes of all processes
-        if self.detr.config.model_type != RF_DETR:
-            share = share_of_boxes(num_boxes, images=batch_inputs)
-        criterion = criterion_of(self.detr)
+        counts_all = self.layout.counts_all_boxes
+        share = 1.0 if counts_all else share_of_boxes(num_boxes, images=batch_inputs)
+        criterion = resolve_name(self.layout.criterion)
         with adjusted_losses(criterion, self.bbox_head, ratio_B4, share):
             found = self.detr(pixel_values=batch_inputs, labels=labels)
-        losses = weighted(found.loss_dict, self.detr.config)
+        losses = self.layout.weighted(found.loss_dict, self.detr.config)
         unused = getattr(self.detr.model, "denoising_class_embed", None)
         if unused is not None and num_boxes == 0:
             first = next(iter(losses))  # DDP needs a gradient of each parameter
@@ -212,7 +200,9 @@ class MoETransformersDetector(RoutedDetector, TransformersDetector):
     """
 
     chooses_queries_by_class = True
-    class_rows = tuple(f"detr.{name}." for name in CLASS_ROWS)
+    class_rows = tuple(
+        f"detr.{name}." for one in FAMILIES.values() for name in one.class_rows
+    )
 
     def __init__(self, **kwargs: Any) -> None:
         for key in ("label_prior", "dataset_head"):
@@ -236,19 +226,16 @@ class MoETransformersDetector(RoutedDetector, TransformersDetector):
             if cfg.get("load_from") is None:
                 cfg["load_from"] = f"{PREFIX}{name}"
 
-    def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
-        """Insert experts and log the report."""
-        report = insert_adapters(
-            sites_of(self.detr),
+    def _insert(self, moe: MoEConfig, num_groups: int | None) -> InsertionReport:
+        """Insert experts, and return the report."""
+        return insert_adapters(
+            self.layout.sites(self.detr),
             moe,
             context=self.routing,
             num_groups=num_groups,
-            counted=counted_queries(self.detr.config),
+            counted=self.layout.counted(self.detr.config),
             windows=self.windows**2,
         )
-        print_log(str(report), logger="current", level=logging.INFO)
-        for note in report.notes:
-            print_log(note, logger="current", level=logging.WARNING)
 
     @contextmanager
     def _step(self, *args: Any, **kwargs: Any) -> Iterator[None]:

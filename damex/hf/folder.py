@@ -17,7 +17,7 @@ from torch import Tensor
 from damex.datasets.geometry import image_size_of
 from damex.engine.model_folder import write_weights
 from damex.errors import ConfigError
-from damex.files import atomic_folder
+from damex.files import atomic_folder, write_json
 from damex.hf.families import transformers
 from damex.inference.media import Inputs
 
@@ -25,10 +25,21 @@ COLOR = (200, 100, 50)  # of probes: tells channels and their scales apart
 Pipeline = Sequence[Mapping[str, Any]]
 
 
+ADAPTERS = "adapters.json", "adapters.safetensors"
+Adapters = tuple[Mapping[str, Any], Mapping[str, Tensor]]  # contents of these files
+
+
 def write_folder(
-    folder: Path, detector: Any, *, classes: Sequence[str], processor: Any
+    folder: Path,
+    detector: Any,
+    *,
+    classes: Sequence[str],
+    processor: Any,
+    adapters: Adapters | None = None,
 ) -> None:
     """Write a plain detector of these classes for ``from_pretrained``.
+
+    The experts of a mixture lie beside it, in files that Transformers does not read.
 
     Raises:
         ConfigError: If the folder holds something, or cannot be written.
@@ -42,6 +53,9 @@ def write_folder(
         config.save_pretrained(draft)
         processor.save_pretrained(draft)
         write_weights(draft, model.state_dict())
+        if adapters is not None:
+            write_json(draft / ADAPTERS[0], adapters[0], indent=1)
+            write_weights(draft, adapters[1], ADAPTERS[1])
 
 
 def image_processor(detector: Any, pipeline: Pipeline) -> Any:
@@ -60,14 +74,26 @@ def image_processor(detector: Any, pipeline: Pipeline) -> Any:
         size = dict(max_height=height, max_width=width)
     rows, columns = shown_P3HW.shape[2:]
     pad = dict(do_pad=True, pad_size=dict(height=rows, width=columns))
+    mean, std = _normalization(detector.data_preprocessor)
+    if (mean, std) != ([0.0] * 3, [1.0] * 3):
+        pad |= dict(do_normalize=True, image_mean=mean, image_std=std)
     processor = transformers().RTDetrImageProcessor(size=size, **pad)
     if not _agree(processor, pictures, shown_P3HW):
         raise ConfigError(
             "Transformers' image processor scales pixels to [0, 1] and pads with "
-            "black, at the right and bottom, and the evaluation of the training shows "
-            "images otherwise; export a .onnx file, which prepares images itself."
+            "black (of normalized pixels, with their mean), at the right and bottom, "
+            "and the evaluation of the training shows images otherwise; export a .onnx "
+            "file, which prepares images itself."
         )
     return processor
+
+
+def _normalization(of: Any) -> tuple[list[float], list[float]]:
+    """Mean and deviation of pixels in [0, 1]."""
+    if not of._enable_normalize:
+        return [0.0] * 3, [1 / 255] * 3
+    mean, std = ((one.double().flatten() / 255).tolist() for one in (of.mean, of.std))
+    return mean, std
 
 
 def _agree(processor: Any, pictures: Sequence[np.ndarray], shown_P3HW: Tensor) -> bool:

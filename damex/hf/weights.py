@@ -12,12 +12,7 @@ from typing import Any
 from mmengine.runner import CheckpointLoader
 
 from damex.errors import ConfigError, DataError
-from damex.hf.families import (
-    full_config,
-    plain_config,
-    transformers,
-    without_aliases,
-)
+from damex.hf.families import FAMILIES, full_config, plain_config, transformers
 
 PREFIX = "hf://"
 
@@ -61,7 +56,7 @@ def load_from_transformers(path: str, map_location: Any = None) -> dict[str, Any
             f"{name}: {len(missing)} weights are missing, such as {missing[0]}; fetch "
             "the folder again."
         )
-    without_aliases(model)
+    FAMILIES[model.config.model_type].tidy(model)
     state = {f"detr.{key}": value for key, value in model.state_dict().items()}
     return dict(state_dict=state, meta=dict(dataset_meta=dict(classes=classes)))
 

@@ -114,12 +114,15 @@ class RoutedDetector(_Detector):
         )
         with fork_rng():
             if self._moe is not None:
-                self._insert(self._moe, num_groups)
+                report = self._insert(self._moe, num_groups)
+                print_log(str(report), logger="current", level=logging.INFO)
+                for note in report.notes:
+                    print_log(note, logger="current", level=logging.WARNING)
             self.awareness = build_awareness(self, options, label_coverage)
         checkpoint_layers(self, num_cp, context=self.routing)
 
-    def _insert(self, moe: MoEConfig, num_groups: int | None) -> None:
-        """Insert experts or gates, and log the report."""
+    def _insert(self, moe: MoEConfig, num_groups: int | None) -> Any:
+        """Insert experts or gates, and return the report."""
         where: dict[str, Any] = dict(context=self.routing, num_groups=num_groups)
         report: Any
         if moe.channels is not None:
@@ -131,9 +134,7 @@ class RoutedDetector(_Detector):
                 self._warmup = EXTENSIONS["router_warmup"](warmup, blocks[0].moe)
             if moe.upcycling is not None:
                 self.upcycling = EXTENSIONS["upcycling"](moe.upcycling, blocks)
-        print_log(str(report), logger="current", level=logging.INFO)
-        for note in report.notes:
-            print_log(note, logger="current", level=logging.WARNING)
+        return report
 
     @property
     def trains_in_stages(self) -> bool:

@@ -2,9 +2,9 @@
 # enough for CPUs: a ResNet of half the width, 128 channels, 1 encoder and 3 decoder
 # layers, 100 queries. Trained from scratch, so batch norm is not frozen.
 # Requires the extra `hf`.
+_base_ = ["./pixels_in_0_1.py"]
 width = 128
 model = dict(
-    type="MoETransformersDetector",
     config=dict(
         model_type="rt_detr_v2",
         backbone_config=dict(
@@ -26,13 +26,5 @@ model = dict(
         num_queries=100,
         num_denoising=50,
     ),
-    bbox_head=dict(num_classes=None),  # set from the mixture
     test_cfg=dict(max_per_img=100),
-    data_preprocessor=dict(
-        type="DetDataPreprocessor",
-        mean=[0.0] * 3,
-        std=[255.0] * 3,  # pixels in [0, 1]
-        bgr_to_rgb=True,
-        pad_size_divisor=32,
-    ),
 )

@@ -194,7 +194,7 @@ def export(
     ] = None,
     trust: Trust = False,
 ) -> None:
-    """Export a detector to ONNX, or that of one dataset to mmdet or Transformers.
+    """Export a detector to ONNX or Transformers, or that of one dataset to mmdet.
 
     A .pth file with its config is for mmdet without damex, a folder for Transformers
     without damex (of a MoETransformersDetector); a .onnx file is for onnxruntime alone.
@@ -203,7 +203,7 @@ def export(
         out: The new checkpoint, with its config as FILE.py; the ONNX graph; or the
             folder.
         dataset: Export the dense detector of this dataset (default: the detector with
-            all datasets and experts; .onnx only).
+            all datasets and experts; no .pth).
         image_size: Size in pixels to which FILE.onnx or the image processor of the
             folder resizes images (default: that of the test pipeline in the config).
     """

@@ -1,8 +1,8 @@
 """Experts without dispatch, for export: their choice is known per dataset or image.
 
 - `dense_ffn`: for a given dataset, one FFN equals a mixture of experts.
-- `VotedFFN`: if the tokens of an image vote on one expert (``image_vote``), its weights
-  are looked up per image, as ONNX cannot dispatch a variable number of tokens.
+- `VotedLayer`: if the tokens of an image vote on one expert (``image_vote``), its
+  weights are looked up per image, as ONNX cannot dispatch a variable number of tokens.
 
 Axes: B images, N tokens per image, D model width, H hidden width, L rank, E experts, G
 dataset groups.
@@ -43,7 +43,6 @@ def reject(
     blocks = moe_blocks(detector)
     shared = {
         "moe.channels": detector.channel_gating,
-        "a Transformers model": not hasattr(detector, "encoder"),
         "experts in its backbone": any(not isinstance(b, MoEFFN) for b in blocks),
     }
     for what, found in {**problems, **shared}.items():
@@ -214,14 +213,14 @@ class ImageVotes:
             return values_BN
         return values_BN.masked_fill(~self.real_BN1, 0.0)
 
-    def count(self, logits_BNE: Tensor, experts_GE: Tensor) -> Tensor:
-        """Add the votes of a layer, and return group_B, elected so far."""
+    def count(self, logits_BNE: Tensor, experts_GE: Tensor) -> RoutingRecord:
+        """Add the votes of a layer, and return its record, which has no routes."""
         tokens: Any = self  # instead of a Packing: tensors keep the axes B and N
         self._votes.append(image_votes(logits_BNE, experts_GE, tokens))
         routes: Any = None
         record = RoutingRecord(logits_BNE, tokens, routes, group_experts_GE=experts_GE)
         self._posteriors.append(router_posterior(record))
-        return self.elected()
+        return record
 
     def elected(self) -> Tensor:
         """Return group_B, elected by all layers so far."""
@@ -232,8 +231,8 @@ class ImageVotes:
         return torch.stack(self._posteriors).mean(0)
 
 
-class VotedFFN(nn.Module):
-    """Replacement of a ``MoEFFN`` in eval mode that looks up the expert of each image.
+class VotedLayer(nn.Module):
+    """Replacement of a block's `MoELayer` that looks up the expert of each image.
 
     ``votes`` is shared by all layers.
 
@@ -249,34 +248,31 @@ class VotedFFN(nn.Module):
         moe = block.moe
         if moe.group_choice.chooser(training=False) != "image":
             raise ConfigError(
-                f"in {block.name}, every token chooses its expert, which ONNX cannot "
-                "express; train with moe.image_vote=True (or set it and test: the "
-                "weights are the same), or export one --dataset."
+                f"in {block.name}, every token chooses its expert, which no file of a "
+                "whole mixture can express; train with moe.image_vote=True (or set it "
+                "and test: the weights are the same), or export one --dataset."
             )
         if type(moe.experts) not in _BANKS:
             raise ConfigError(
-                f"in {block.name}, experts are {type(moe.experts).__name__}; as ONNX "
-                f"{', '.join(kind.__name__ for kind in _BANKS)} can be written."
+                f"in {block.name}, experts are {type(moe.experts).__name__}; a whole "
+                f"mixture can have {', '.join(kind.__name__ for kind in _BANKS)}."
             )
         experts_GE = cast(Tensor, moe.group_experts_GE)
         chosen = [chosen_expert(block, group) for group in range(len(experts_GE))]
         self.votes, self.weight = votes, chosen[0][1]
-        self.norm, self.gamma2 = block.norm, block.gamma2
         self.router, self.bank = moe.router, moe.experts
         self.shared = None if moe.shared_expert is None else moe.shared_expert.expert
         self.register_buffer("experts_GE", experts_GE)
         self.register_buffer("expert_G", torch.tensor([number for number, _ in chosen]))
 
-    def forward(self, query_BND: Tensor, identity_BND: Tensor | None = None) -> Tensor:
-        """Add the output of the experts to the query, like `MoEFFN.forward`."""
-        tokens_BND = query_BND if self.norm is None else self.norm(query_BND)
-        group_B = self.votes.count(self.router(tokens_BND), self.experts_GE)
-        run = _BANKS[type(self.bank)]
-        out_BND = run(self.bank, tokens_BND, self.expert_G[group_B]) * self.weight
+    def forward(self, tokens_BND: Tensor, **_: Any) -> tuple[Tensor, RoutingRecord]:
+        """Return the output of the experts, like `MoELayer.forward` in eval mode."""
+        record = self.votes.count(self.router(tokens_BND), self.experts_GE)
+        expert_B = self.expert_G[self.votes.elected()]
+        out_BND = _BANKS[type(self.bank)](self.bank, tokens_BND, expert_B) * self.weight
         if self.shared is not None:
             out_BND = out_BND + self.shared.forward_expert(tokens_BND, expert=0)
-        residual_BND = query_BND if identity_BND is None else identity_BND
-        return residual_BND + self.gamma2(self.votes.unpack(out_BND))
+        return self.votes.unpack(out_BND), record
 
 
 def _ffn(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
@@ -304,29 +300,27 @@ _BANKS = {FFNExperts: _ffn, LowRankExperts: _low_rank, AffineExperts: _affine}
 def voted_detector(
     detector: RoutedDetector, labels: Sequence[Sequence[int]], path: str
 ) -> tuple[Any, ImageVotes]:
-    """Replace the experts of a detector by `VotedFFN`, in place; return it with votes.
+    """Replace the experts of a detector in place by `VotedLayer`; return it with votes.
 
-    The detector must be in eval mode; its class becomes mmdet's. ``labels`` are the
-    classes of each dataset group.
+    The detector must be in eval mode; its class becomes that which damex extends.
+    ``labels`` are the classes of each dataset group.
 
     Raises:
         ConfigError: If experts are not in FFNs, or do not predict one dataset per
             image.
     """
+    known = detector.awareness and detector.awareness.config
     problems = {
-        "label_prior, dataset_head or ignore_unannotated_classes=True": (
-            detector.awareness is not None and detector.awareness.config.changes_scores
-        ),
+        "label_prior or dataset_head": known and (known.label_prior or known.head),
         "no experts, or none that were trained to predict the dataset": not moe_blocks(
             detector
         )
         or not classifies_datasets(detector),
     }
-    reason = "so that ONNX can express it with --dataset NAME alone, if at all"
+    reason = "so that it can be exported with --dataset NAME alone, if at all"
     reject(detector, path, problems, reason)
-    votes = ImageVotes(labels)
-    for name, module in [*detector.named_modules()]:
-        if isinstance(module, MoEFFN):
-            detector.set_submodule(name, VotedFFN(module, votes))
-    detector.__class__ = mmdet_class(detector)  # no damex code remains
+    votes, blocks = ImageVotes(labels), cast(Any, moe_blocks(detector))
+    for block in blocks:
+        block.moe = VotedLayer(block, votes)
+    detector.__class__ = mmdet_class(detector)  # opens no routing step
     return detector, votes

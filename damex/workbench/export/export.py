@@ -41,6 +41,7 @@ from damex.workbench.export.plain_transformers import (
     PlainTransformers,
     TransformersGraph,
     extract_plain,
+    extract_shared,
 )
 from damex.workbench.export.specialist import Specialist, extract
 
@@ -62,7 +63,7 @@ def export(
     image_size: tuple[int, int] | None,
     trust: bool,
 ) -> None:
-    """Write a dense detector of one dataset, or a whole mixture for onnxruntime."""
+    """Write a dense detector of one dataset, or a whole mixture."""
     filter_console()
     lines = write_export(
         checkpoint, out, dataset=dataset, image_size=image_size, trust=trust
@@ -104,6 +105,8 @@ def write_export(
             f"{millions(specialist.state)} million parameters of "
             f"{millions(stored.state)}"
         )
+    elif form == FOLDER:
+        specialist = extract_shared(stored)
     if specialist is None or form == ".onnx":
         first, *lines = _export_onnx(stored, specialist, dataset, path)
         needs = "onnxruntime alone"
@@ -133,11 +136,10 @@ def _check_request(
             "--image-size is for a .onnx file or a folder; a .pth takes images of any "
             "size."
         )
-    elif dataset is None:
-        what = "folder" if form == FOLDER else f"{form} file"
+    elif dataset is None and form == ".pth":
         raise ConfigError(
-            f"a {what} is of one dataset: add --dataset NAME. The whole mixture can be "
-            "a .onnx file."
+            "a .pth file is of one dataset: add --dataset NAME. The whole mixture can "
+            "be a .onnx file."
         )
 
 
@@ -148,7 +150,9 @@ def _export_onnx(
     out: Path,
 ) -> list[str]:
     """Write a specialist or a mixture as ONNX, if both detect the same."""
-    space, labels, votes, library = stored.space, None, None, "mmdet"
+    space, labels, votes = stored.space, None, None
+    is_plain = stored.model["type"] == MoETransformersDetector.__name__
+    library = "Transformers" if is_plain else "mmdet"
     about: dict[str, Any] = dict(damex=__version__)
     if specialist is None:
         names, labels = space.dataset_names, labels_by_group(space)
@@ -158,10 +162,9 @@ def _export_onnx(
         about["labels"] = dict(zip(space.group_names, labels, strict=True))
     else:
         names = (str(dataset),)
-        library = specialist.library
         detector, reference = specialist.build(), specialist.build()
         about |= dict(classes=specialist.classes, dataset=dataset)
-    kind = DetectorGraph if library == "mmdet" else TransformersGraph
+    kind = TransformersGraph if is_plain else DetectorGraph
     graph = kind(detector, stored.pipeline, votes).eval()
     content = to_onnx(graph, about)
     session, inputs = start_session(content), Inputs(stored.pipeline)

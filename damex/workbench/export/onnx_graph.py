@@ -86,7 +86,7 @@ class DetectorGraph(nn.Module):
     Args:
         detector: In eval mode, on the CPU. Some layers are replaced in place.
         pipeline: Test pipeline that passes `check_steps`.
-        votes: Shared by its `VotedFFN`; None for a dense detector.
+        votes: Shared by its `VotedLayer`; None for a dense detector.
 
     Raises:
         ConfigError: If the detector cannot be expressed as a graph.
