@@ -107,14 +107,53 @@ def real(file: str) -> str:
 
 
 def real_by_dataset(file: str) -> str:
-    """AP of each of the seven datasets."""
-    arms = arms_of(file)
-    names = list(arms["dense"]["datasets"])
+    """AP of each of the seven datasets by arm."""
+    return by_dataset(arms_of(file), ARMS)
+
+
+def by_dataset(arms: Arms, labels: Mapping[str, str]) -> str:
+    """AP of each dataset; a row per arm, in the order of its labels."""
+    names = list(next(iter(arms.values()))["datasets"])
     lines = [
-        [ARMS[name], *(str(spread(arms[name]["datasets"][d])) for d in names)]
-        for name in filter(arms.__contains__, ARMS)
+        [labels[name], *(str(spread(arms[name]["datasets"][d])) for d in names)]
+        for name in filter(arms.__contains__, labels)
     ]
     return markdown(["AP", *(name.replace("_", " ") for name in names)], lines)
+
+
+DETECTORS = {
+    "DINO, `tiny`": ("one_or_seven", "DINO"),
+    "RT-DETRv2, `rtdetr-v2-tiny`": ("rt_detr_v2", "RT-DETRv2"),
+}
+
+
+def detectors() -> str:
+    """Two dense detectors that train for the same time, on the seven datasets."""
+    arms = {name: arms_of(file)["dense"] for name, (file, _) in DETECTORS.items()}
+    base, cost = next(iter(arms)), stored("cost.json")["detectors"]
+    lines = []
+    for name, (_, key) in DETECTORS.items():
+        torch, onnx = cost[key]["ms"], cost[key]["ms_onnx"]
+        lines.append(
+            [
+                name,
+                str(len(arms[name]["mean_ap"])),
+                mean(arms[name]),
+                gain(arms, name, base),
+                mean(arms[name], "mean_ap50"),
+                mean(arms[name], "pooled_ap"),
+                f"{cost[key]['parameters'] / 1e6:.1f} M",
+                f"{torch} / {onnx}",
+            ]
+        )
+    header = ["", "seeds", "mean AP", "minus DINO [95%]", "mean AP50", "pooled AP"]
+    return markdown([*header, "parameters", "ms per image, torch / ONNX"], lines)
+
+
+def detectors_by_dataset() -> str:
+    """AP of each of the seven datasets by detector."""
+    arms = {name: arms_of(file)["dense"] for name, (file, _) in DETECTORS.items()}
+    return by_dataset(arms, {name: name for name in DETECTORS})
 
 
 def full_price() -> str:
@@ -315,6 +354,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "questions": questions,
     "seven-datasets": partial(real, "one_or_seven"),
     "seven-datasets-by-dataset": partial(real_by_dataset, "one_or_seven"),
+    "detectors": detectors,
+    "detectors-by-dataset": detectors_by_dataset,
     "full-price": full_price,
     "completing": completing,
     "completing-on-a-gpu": partial(completing, "completing_gpu"),
