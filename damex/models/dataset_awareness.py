@@ -84,7 +84,7 @@ class DatasetAwarenessConfig:
 
     @property
     def changes_scores(self) -> bool:
-        """Whether class scores are changed, which only DINO supports."""
+        """Whether class scores are changed, or whole classes ignored."""
         others = (self.label_prior, self.dataset_head)
         return self.ignore_unannotated_classes is True or others != (None, None)
 
