@@ -131,6 +131,8 @@ def _named(where: str) -> Iterator[None]:
     """Name the place of an error: Transformers' checks raise many types."""
     try:
         yield
+    except ConfigError:  # names its place itself
+        raise
     except Exception as error:
         raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
 

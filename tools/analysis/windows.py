@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
+import statistics
 import sys
 import time
 from collections import Counter
@@ -20,7 +21,6 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
 from cyclopts import Parameter
 from mmdet.registry import DATASETS
@@ -99,7 +99,7 @@ def windows(
     print(f"{found['seconds']:.3f} s per image, {torch.get_num_threads()} threads")
     if out is not None:
         facts = dict(config=config, checkpoint=checkpoint, **asdict(views), **found)
-        write_json(Path(out), facts, indent=2)
+        write_json(Path(out), without_nan(facts), indent=2)
 
 
 def evaluate(cfg: Mapping[str, Any], checkpoint: str, views: Views) -> dict[str, Any]:
@@ -135,8 +135,20 @@ def evaluate(cfg: Mapping[str, Any], checkpoint: str, views: Views) -> dict[str,
         for name, count in counts.items()
     }
     columns = {key: [row[key] for row in rows.values()] for key in (*SCORES, "views")}
-    mean = {key: float(np.nanmean(column)) for key, column in columns.items()}
+    known = {
+        k: [v for v in column if not math.isnan(v)] for k, column in columns.items()
+    }
+    mean = {
+        key: statistics.fmean(column or [math.nan]) for key, column in known.items()
+    }
     return dict(datasets=rows, mean=mean, seconds=seconds)
+
+
+def without_nan(value: Any) -> Any:
+    """Nested values with None for NaN, which is no JSON."""
+    if isinstance(value, dict):
+        return {key: without_nan(one) for key, one in value.items()}
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def dataset_of(loader: Mapping[str, Any], scale: int, *, pad: int | None) -> Any:

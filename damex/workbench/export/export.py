@@ -95,7 +95,9 @@ def write_export(
     if image_size is not None:
         stored = stored.resized(image_size)
     specialist, space = None, stored.space
-    about = f"{len(space.dataset_names)} datasets, {space.num_classes} classes, "
+    datasets, classes = len(space.dataset_names), space.num_classes
+    about = f"{datasets} dataset{'s' * (datasets != 1)}, "
+    about += f"{classes} class{'es' * (classes != 1)}, "
     about += f"{millions(stored.state)} million parameters"
     if dataset is not None:
         specialist = (extract_plain if is_plain else extract)(stored, dataset)
@@ -139,7 +141,7 @@ def _check_request(
     elif dataset is None and form == ".pth":
         raise ConfigError(
             "a .pth file is of one dataset: add --dataset NAME. The whole mixture can "
-            "be a .onnx file."
+            "be a .onnx file or, of a detector of Transformers, a folder: --out NAME/."
         )
 
 
@@ -350,7 +352,9 @@ def detections_of_mmdet(
     (sample,) = detect(detector, [packed])
     found = sample.pred_instances if labels is None else sample.dataset_instances
     found = found.numpy()
-    return Detections(found.bboxes, found.scores, found.labels)
+    # The graph ends boxes at the image, mmdet at its padding.
+    boxes_K4 = found.bboxes.clip(0, [*sample.ori_shape[1::-1]] * 2)
+    return Detections(boxes_K4, found.scores, found.labels)
 
 
 def milliseconds(*runs: Run, image: np.ndarray) -> list[float]:

@@ -148,11 +148,12 @@ class DetectorGraph(nn.Module):
             self.votes.begin()
         logits_BQC, boxes_BQ4 = self._transform(pixels_B3HW, image, padded)
         if self.votes is None:
-            return self._best(logits_BQC, boxes_BQ4, file_2)
+            return self._best(logits_BQC, boxes_BQ4, file_2, images)
         probabilities_BG = self.votes.probabilities()
         foreign_BC = self.foreign_GC[self.votes.elected()]
         logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
-        return *self._best(logits_BQC, boxes_BQ4, file_2), probabilities_BG
+        best = self._best(logits_BQC, boxes_BQ4, file_2, images)
+        return *best, probabilities_BG
 
     def prepare(
         self, images: Tensor
@@ -247,9 +248,9 @@ class DetectorGraph(nn.Module):
         return logits_LBQC[-1], boxes_LBQ4[-1]
 
     def _best(
-        self, logits_BQC: Tensor, boxes_BQ4: Tensor, file_2: Tensor
+        self, logits_BQC: Tensor, boxes_BQ4: Tensor, file_2: Tensor, images: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Top detections of each image, selected like mmdet's DETRHead."""
+        """Top detections, selected like mmdet's DETRHead; boxes end at the images."""
         num_classes = logits_BQC.shape[-1]
         scores_BK, places_BK = logits_BQC.sigmoid().flatten(1).topk(self.max_per_img)
         queries_BK = places_BK // num_classes
@@ -257,6 +258,8 @@ class DetectorGraph(nn.Module):
         center, size = chosen_BK4.split(2, -1)
         corners_BK4 = torch.cat([center - size / 2, center + size / 2], -1)
         boxes_BK4 = corners_BK4.clamp(0.0, 1.0) * file_2.flip(0).repeat(2)
+        ends_2 = size_tensor(images.shape[1:3]).flip(0).float()
+        boxes_BK4 = torch.minimum(boxes_BK4, ends_2.repeat(2))
         return boxes_BK4, scores_BK, places_BK % num_classes
 
 
