@@ -75,6 +75,7 @@ def extract(stored: DetectorCheckpoint, dataset: str) -> Specialist:
     detector = stored.build()
     awareness = detector.awareness
     problems = {
+        "a Transformers model": not hasattr(detector, "encoder"),
         "label_prior": awareness is not None and awareness.config.label_prior,
         "as_two_stage (queries selected by class 0)": selects_by_first_class(detector),
     }
