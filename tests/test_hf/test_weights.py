@@ -19,6 +19,7 @@ from damex.engine.rows import remap_checkpoint
 from damex.errors import ConfigError, DataError
 from damex.hf.weights import read_config
 from damex.inference.trust import check_parts
+from damex.workbench.zero_config import MODELS as SHIPPED
 from damex.workbench.zero_config import config_of_folders
 from tests.conftest import CONFIGS
 from tests.test_hf.conftest import BACKBONES
@@ -190,3 +191,12 @@ def test_a_backbone_is_never_fetched(build_hf, backbone, error):
     pytest.importorskip("transformers", reason="needs the extra hf")
     with pytest.raises(ConfigError, match=error):
         build_hf("d_fine", config=dict(backbone_config=backbone))
+
+
+def test_the_help_shows_the_parameters_of_the_model_for_cpus():
+    cfg = config_of_folders({"fish": "data/fish"}, "rtdetr-v2-tiny")
+    cfg.model.bbox_head.num_classes = 24
+    cfg.model.backbone.pretrained = False
+    detector = MODELS.build(cfg.model)
+    millions = sum(p.numel() for p in detector.parameters()) / 1e6
+    assert millions == pytest.approx(SHIPPED["rtdetr-v2-tiny"].parameters, rel=0.02)

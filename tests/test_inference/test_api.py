@@ -84,13 +84,16 @@ def test_a_config_of_folders_is_the_shipped_detector_on_these_datasets(model):
     assert [entry["name"] for entry in cfg.mixture] == ["fish", "boards"]
     assert cfg.mixture[0] == dict(name="fish", root="data/fish", weight=1.0)
     assert not cfg.mixture[1]["root"].startswith("~")
-    name = MODELS[model].name
-    assert cfg.model.type == ("MoETransformersDetector" if name else "MoEDINO")
-    assert cfg.model.get("name") == name
+    shipped = MODELS[model]
+    of_transformers = shipped.config.startswith("hf/")
+    kind = "MoETransformersDetector" if of_transformers else "MoEDINO"
+    assert (cfg.model.type, cfg.model.get("name")) == (kind, shipped.name)
     assert cfg.filename == "fish-boards.py"
 
 
-@pytest.mark.parametrize("model", [k for k, m in MODELS.items() if m.name is None])
+@pytest.mark.parametrize(
+    "model", [k for k, m in MODELS.items() if not m.config.startswith("hf/")]
+)
 def test_the_help_shows_the_parameters_of_a_model(model, build_of_folders):
     detector = build_of_folders(model)
     millions = sum(p.numel() for p in detector.parameters()) / 1e6
