@@ -194,6 +194,7 @@ def test_a_backbone_is_never_fetched(build_hf, backbone, error):
 
 
 def test_the_help_shows_the_parameters_of_the_model_for_cpus():
+    pytest.importorskip("transformers", reason="needs the extra hf")
     cfg = config_of_folders({"fish": "data/fish"}, "rtdetr-v2-tiny")
     cfg.model.bbox_head.num_classes = 24
     cfg.model.backbone.pretrained = False
