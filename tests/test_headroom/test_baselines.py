@@ -254,7 +254,7 @@ def test_the_oracle_is_a_training_of_the_recipe(joint):
 
 
 def test_experts_are_files_or_arms_of_a_file(joint, tmp_path):
-    """All are trained on what the dense detector reads."""
+    """All read as many images as the dense detector, if their file sets no number."""
     own, parts = tmp_path / "mine.py", tmp_path / "parts.py"
     own.write_text("moe = None\nmodel = dict(dataset_head=dict(loss_weight=0.5))")
     parts.write_text(
@@ -262,14 +262,15 @@ def test_experts_are_files_or_arms_of_a_file(joint, tmp_path):
         "arms = dict(\n"
         "    five=dict(moe=dict(num_experts=5)),\n"
         "    dense_faster=dict(moe=None, optim_wrapper=dict(optimizer=dict(lr=0.5))),\n"
+        "    half=dict(train_dataloader=dict(sampler=dict(samples_per_epoch=4))),\n"
         ")\n"
     )
     plain = joint()
     (dense,) = baselines_of(plain, ["dense"])
     found = experts_of(plain, ["vanilla", str(own), str(parts)])
-    assert {one.images for one in found} == {dense.images}
+    assert [one.images for one in found] == [dense.images] * 4 + [dense.images // 2]
     named = {one.name: one.config for one in found}
-    assert list(named) == ["vanilla", "mine", "five", "dense_faster"]
+    assert list(named) == ["vanilla", "mine", "five", "dense_faster", "half"]
     assert build(named["mine"]).awareness.config.dataset_head.loss_weight == 0.5
     assert named["mine"].model.num_queries == plain.config.model.num_queries
     (block,) = moe_blocks(build(named["five"]))

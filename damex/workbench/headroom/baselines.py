@@ -267,11 +267,13 @@ def _scaled(length: Any, share: float) -> Any:
     return length if length < 1 else max(1, round(length * share))
 
 
-def _images(cfg: Config, samples_per_epoch: int) -> int:
-    train = cfg["train_cfg"]
+def _images(cfg: Config, joint_samples: int) -> int:
+    """Return the images that a training reads; an arm may set its own number."""
+    train, loader = cfg["train_cfg"], cfg["train_dataloader"]
     if "max_iters" in train:
-        return train["max_iters"] * cfg["train_dataloader"]["batch_size"]
-    return train["max_epochs"] * samples_per_epoch
+        return train["max_iters"] * loader["batch_size"]
+    own = loader["sampler"].get("samples_per_epoch")
+    return train["max_epochs"] * (own or joint_samples)
 
 
 def _check(cfg: Config) -> None:
