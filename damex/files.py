@@ -75,6 +75,12 @@ def _encoding_of(raw: bytes) -> str:
     return "utf-8"
 
 
+def check_free(path: Path) -> None:
+    """Raise a ConfigError if a path is taken; an empty folder is as good as none."""
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{path} exists; remove it, or name another --out.")
+
+
 @contextmanager
 def atomic_write(path: str | Path) -> Iterator[Path]:
     """Write a file whole or not at all; missing folders are created.

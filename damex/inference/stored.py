@@ -27,7 +27,7 @@ from damex.engine.resumption import EVALUATED
 from damex.engine.summary import PREFIX, class_scores, scores_of, summarise
 from damex.errors import ConfigError, DataError, did_you_mean, printable
 from damex.evaluation import MAX_DETS, MixtureMetric
-from damex.files import atomic_write, write_text
+from damex.files import atomic_write, check_free, write_text
 from damex.inference.trust import check_parts, forget_pretrained, read_literals
 from damex.models.detectors import RoutedDetector
 from damex.progress import Bar
@@ -309,8 +309,7 @@ def check_target(
     if path.suffix not in suffixes:
         raise ConfigError(f"--out must end in {' or '.join(suffixes)}, got {path}.")
     for file in (path, path.with_suffix(".py")) if with_config else (path,):
-        if file.exists():
-            raise ConfigError(f"{file} exists; remove it, or name another --out.")
+        check_free(file)
 
 
 def write_checkpoint(

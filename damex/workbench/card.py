@@ -22,7 +22,7 @@ from damex.engine.model_folder import CONFIG, META, write_model_folder
 from damex.engine.rows import has_groups
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, printable
-from damex.files import atomic_folder, read_text, write_text
+from damex.files import atomic_folder, check_free, read_text, write_text
 from damex.inference.stored import DetectorCheckpoint, millions
 from damex.models.insertion import moe_blocks
 from damex.workbench.growth.prune import kept_config, kept_notes
@@ -81,8 +81,7 @@ def write_card(
     those of the run that the checkpoint lies in; a damaged ``summary.json`` is a
     DataError.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(f"{out} exists; remove it, or name another --out.")
+    check_free(out)
     licenses = dict(data_licenses or {})
     for name in licenses:
         stored.dataset_id(name)

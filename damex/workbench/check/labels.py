@@ -15,7 +15,7 @@ from damex.datasets.coco_records import parse_records, read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, printable
-from damex.files import write_text
+from damex.files import check_free, write_text
 from damex.options import option_of
 from damex.workbench.check.classes import similar_names
 from damex.workbench.check.sources import mixture_config_of
@@ -61,8 +61,8 @@ def labels(data: Sequence[str], *, cfg_options: Sequence[str], out: str | None) 
     rules = cfg.get("label_space") or "union"
     if out is not None and Path(out).suffix != ".json":
         raise ConfigError(f"--out must end in .json, got {out!r}.")
-    if out is not None and Path(out).exists():
-        raise ConfigError(f"--out: {out} exists; remove it, or choose another name.")
+    if out is not None:
+        check_free(Path(out))
     space = LabelSpace.from_specs(specs, mode=rules)
     counts = {
         spec.name: count_classes(spec, mapping)

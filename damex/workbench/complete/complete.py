@@ -18,7 +18,7 @@ from torchvision.ops import box_iou
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, did_you_mean, printable
-from damex.files import atomic_folder, write_json
+from damex.files import atomic_folder, check_free, write_json
 from damex.inference.predictor import Predictor
 from damex.progress import Bar
 from damex.workbench.complete.datasets import (
@@ -108,8 +108,7 @@ def write_completed(
     are those of the teacher's training. ``source`` names the teacher in the files, and
     ``samples`` is the number of images of each dataset on the page.
     """
-    if out.exists():
-        raise ConfigError(f"{out} exists; remove it, or choose another folder.")
+    check_free(out)
     entries = [dict(name=name, root=root) for name, root in folders.items()]
     chosen = _chosen(teacher, classes)
     datasets = read_datasets(entries or teacher.mixture, teacher.known, chosen)
