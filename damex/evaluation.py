@@ -7,7 +7,8 @@ import io
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
 from damex.datasets.label_space import LabelSpace
+from damex.datasets.tiles import Window, merged
 from damex.errors import ConfigError, DataError, check_sizes
 
 COCO_BACKENDS = ("faster_coco_eval", "pycocotools")
@@ -161,6 +163,7 @@ class _Row:
 
     ``tokens_LE`` are tokens per layer by their first expert, None without experts;
     ``group_experts`` the experts of each group, None if groups share all of them.
+    ``window`` is the part of the image, None for all of it.
     """
 
     dataset_id: int
@@ -169,6 +172,7 @@ class _Row:
     of_all: ImageResult
     tokens_LE: np.ndarray | None
     group_experts: Sequence[Sequence[int]] | None
+    window: Window | None = None
 
     @property
     def place(self) -> tuple[int, bool, Any]:
@@ -263,13 +267,14 @@ class MixtureMetric(BaseMetric):
                     of_all,
                     tokens_LE=np.array([*counts.values()]) if counts else None,
                     group_experts=sample.get("group_experts"),
+                    window=sample.get("window"),
                 )
             )
 
     def compute_metrics(self, results: list[_Row]) -> dict[str, float]:
         """Compute the scores of every dataset with samples, their means, and pooled."""
         space = LabelSpace.from_metainfo(self.dataset_meta)
-        results = sorted(results, key=lambda row: row.place)
+        results = _whole_images(sorted(results, key=lambda row: row.place))
         images = [row.of_all for row in results]
         if not self._has_warned:
             _warn_of_limits(images, self.max_dets)
@@ -366,14 +371,46 @@ def score_names(datasets: Sequence[str], *, has_experts: bool) -> list[str]:
 
 def _image_result(sample: Mapping[str, Any], found: Mapping[str, Any]) -> ImageResult:
     height, width = sample["ori_shape"][:2]
+    left, top, *_ = sample.get("window", (0, 0))
     return ImageResult(
         width=int(width),
         height=int(height),
-        boxes=found["bboxes"].cpu().numpy(),
+        boxes=found["bboxes"].cpu().numpy() + np.array([left, top] * 2, np.float32),
         scores=found["scores"].cpu().numpy(),
         labels=found["labels"].cpu().numpy(),
         ground_truth=sample["ground_truth"],
     )
+
+
+def _whole_images(rows: Sequence[_Row]) -> list[_Row]:
+    """Merge the rows of windows, sorted by image; others stay as they are."""
+    found: list[_Row] = []
+    for _, group in groupby(rows, key=lambda row: (row.place, row.window is None)):
+        parts = [*group]
+        if parts[0].window is None or len(parts) == 1:
+            found += parts
+            continue
+        of_all = _merged([row.of_all for row in parts])
+        is_same = parts[0].of_dataset is parts[0].of_all
+        of_dataset = of_all if is_same else _merged([row.of_dataset for row in parts])
+        tokens = [row.tokens_LE for row in parts if row.tokens_LE is not None]
+        found.append(
+            replace(
+                parts[0],
+                of_all=of_all,
+                of_dataset=of_dataset,
+                tokens_LE=np.sum(np.stack(tokens), axis=0) if tokens else None,
+            )
+        )
+    return found
+
+
+def _merged(parts: Sequence[ImageResult]) -> ImageResult:
+    """Detections in several windows of an image, those of one object once."""
+    keys = ("boxes", "scores", "labels")
+    every = {key: np.concatenate([getattr(one, key) for one in parts]) for key in keys}
+    kept = merged(*map(torch.from_numpy, every.values())).numpy()
+    return replace(parts[0], **{key: values[kept] for key, values in every.items()})
 
 
 def _routing_accuracy(rows: Sequence[_Row], group: int) -> dict[str, float]:

@@ -12,9 +12,6 @@
 #   at whole_384 2 --size 384 --image-size 384; at whole_512 2 --size 512
 #   at tiles 2; at half 2 --whole
 #   at half_long 4 --whole; at whole_long 4 --image-size 256
-custom_imports = dict(
-    imports=["damex.registry", "tools.analysis.crops"], allow_failed_imports=False
-)
 moe = None
 load = [
     dict(type="LoadImageFromFile"),

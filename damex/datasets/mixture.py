@@ -36,6 +36,7 @@ from damex.datasets.mmdet_configs import (
     map_leaves,
 )
 from damex.datasets.spec import DatasetSpec, parse_mixture
+from damex.datasets.tiles import Window, tiled, windows_of
 from damex.errors import ConfigError, DataError
 
 
@@ -87,6 +88,9 @@ class MixtureDataset(Dataset):
     that a detector labeled) are in the metainfo of each data sample. Labels are mapped
     by name. ``metainfo`` is one dict and goes into the checkpoint.
 
+    In evaluation, each window of a dataset with ``tile`` is a sample of its own, with
+    its place in the image as ``window`` in the metainfo.
+
     Args:
         datasets: The entries of ``mixture``; see ``DatasetSpec``.
         split: ``train``, ``val`` or ``test``.
@@ -130,9 +134,7 @@ class MixtureDataset(Dataset):
         self.max_refetch = max_refetch
         self.label_space = LabelSpace.of(self.specs, label_space)
         self._identities = [self._identity(spec) for spec in self.specs]
-        pipelines = [spec.pipeline(split) or pipeline for spec in self.specs]
-        for spec, transforms in zip(self.specs, pipelines, strict=True):
-            check_transforms(transforms, f"dataset {spec.name!r}, {split}")
+        pipelines = [self._steps(spec, pipeline) for spec in self.specs]
         self.pipelines = [Compose(transforms) for transforms in pipelines]
         self._scales = [image_scales(steps, keep_ratio=True) for steps in pipelines]
         self._applies_exif = [applies_exif(steps) for steps in pipelines]
@@ -165,7 +167,12 @@ class MixtureDataset(Dataset):
                 gc.unfreeze()
         self._check = None  # it may hold all that it has seen
         self._locations = [spec.location(self.split) for spec in self.specs]
-        self._ends = list(accumulate(self.sizes))
+        self._windows = [*map(self._windows_of, self.specs, self.sources)]
+        samples = [
+            len(windows or source)
+            for windows, source in zip(self._windows, self.sources, strict=True)
+        ]
+        self._ends = list(accumulate(samples))
         self._labels = [
             self.label_space.local_to_global(
                 identity["dataset_id"], source.metainfo["classes"]
@@ -174,19 +181,46 @@ class MixtureDataset(Dataset):
         ]
 
     def __len__(self) -> int:
+        """Number of samples: images, and windows in evaluation."""
         return self._ends[-1]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Index of an image's dataset and the index there, or IndexError."""
+        """Index of a sample's dataset and of its image there, or IndexError."""
+        source, place = self._place(index)
+        windows = self._windows[source]
+        return source, place if windows is None else windows[place][0]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """Index of a sample's dataset and of the sample there, or IndexError."""
         if not 0 <= index < len(self):
-            raise IndexError(f"index {int(index)} of a mixture of {len(self)} images.")
+            raise IndexError(f"index {int(index)} of a mixture of {len(self)} samples.")
         source = bisect.bisect_right(self._ends, index)
         return source, int(index) - (self._ends[source - 1] if source else 0)
+
+    def _windows_of(
+        self, spec: DatasetSpec, source: BaseDataset
+    ) -> list[tuple[int, Window]] | None:
+        """Image and place of all windows of a dataset; None if it has none."""
+        if spec.tile is None or not self.test_mode:
+            return None
+        found = []
+        for inner in range(len(source)):
+            info = source.get_data_info(inner)
+            if info.get("width") is None or info.get("height") is None:
+                raise DataError(
+                    f"dataset {spec.name!r}: {info['img_path']} has no width and "
+                    f"height in its annotation, which tile={spec.tile} needs."
+                )
+            windows = windows_of(info["width"], info["height"], spec.tile)
+            found += [(inner, window) for window in windows]
+        return found
 
     def get_data_info(self, index: int) -> dict[str, Any]:
         """Annotation of one image with mixture labels and its dataset's identity."""
         source, inner = self.locate(index)
         info = self.sources[source].get_data_info(inner)
+        if (windows := self._windows[source]) is not None:
+            info["window"] = windows[self._place(index)[1]][1]
         labels = self._labels[source]
         for key in ("instances", "ground_truth"):
             for instance in info.get(key, ()):
@@ -223,7 +257,8 @@ class MixtureDataset(Dataset):
     def _run_pipeline(self, index: int) -> dict[str, Any] | None:
         source, _ = self.locate(index)
         info = self.get_data_info(index)
-        added = {key: info[key] for key in ("predicted_labels", "sample_idx")}
+        keys = {"predicted_labels", "sample_idx", "window"} & {*info}
+        added = {key: info[key] for key in keys}
         identity = {**self._identities[source], **added}
         if self.test_mode:
             identity["ground_truth"] = info.get("ground_truth") or _as_ground_truth(
@@ -266,6 +301,13 @@ class MixtureDataset(Dataset):
         return ImageRecord(
             location, f"image {name}", path, size, self._applies_exif[source]
         )
+
+    def _steps(self, spec: DatasetSpec, common: Sequence[Any]) -> Sequence[Any]:
+        """Pipeline of a dataset, checked."""
+        where, own = f"dataset {spec.name!r}, {self.split}", spec.pipeline(self.split)
+        steps = own or common
+        check_transforms(steps, where)
+        return tiled(steps, spec.tile, test_mode=self.test_mode, where=where)
 
     def _identity(self, spec: DatasetSpec) -> dict[str, Any]:
         """Metainfo of every sample of a dataset."""

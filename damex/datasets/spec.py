@@ -47,7 +47,12 @@ TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "classes": ((list, tuple), "a list of names"),
         "weight": ((int, float), "a number above 0 (remove the entry to leave it out)"),
         "val_share": ((int, float), "a number from 0 to below 1"),
+        "tile": (int, "the side of a window in pixels, 16 or more"),
     }
+)
+# At least the first number, and below the second.
+BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    dict(weight=(math.ulp(0.0), math.inf), val_share=(0, 1), tile=(16, math.inf))
 )
 
 
@@ -81,6 +86,8 @@ class DatasetSpec:
             ``test`` may override its splits: by a split, folder, list of images or
             annotation file in it, or several.
         format: Format of ``root``, if it cannot be recognized.
+        tile: Side of the windows, in pixels of the images, through which the dataset is
+            seen (:mod:`damex.datasets.tiles`); whole images by default.
         val_share: Share of ``root`` for validation, if it has none; 0.1 by default.
         data_root: Folder that the other paths are relative to.
         train: COCO file, or the config of any mmdet dataset, whose ``pipeline`` (if
@@ -109,6 +116,7 @@ class DatasetSpec:
     root: str | None = None
     format: str | None = None
     val_share: float | None = None
+    tile: int | None = None
 
     @classmethod
     def from_config(cls, entry: Mapping[str, Any], position: int) -> DatasetSpec:
@@ -344,8 +352,9 @@ def _problems_of_values(entry: Mapping[str, Any]) -> Iterator[str]:
     for key, (kinds, words) in TYPES.items():
         value = entry.get(key)
         fits = value is None or isinstance(value, kinds)
-        if fits and value is not None and key in ("weight", "val_share"):
-            fits = 0 < value < math.inf if key == "weight" else 0 <= value < 1
+        if fits and value is not None and key in BOUNDS:
+            least, most = BOUNDS[key]
+            fits = least <= value < most and not isinstance(value, bool)
         if not fits or (key == "classes" and {*map(type, value or ())} - {str}):
             yield f"{key} must be {words}, got {value!r}."
             return

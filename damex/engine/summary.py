@@ -29,6 +29,7 @@ from torch import nn
 
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.pixels import read_pixels
+from damex.datasets.tiles import joined
 from damex.engine.hooks import routing_warnings
 from damex.engine.resumption import latest_checkpoint
 from damex.errors import DataError, printable
@@ -58,7 +59,8 @@ class RunSummaryHook(Hook):
         self._first_iter = 0
         self._val_started = 0.0
         self._val_seconds = 0.0
-        self._samples: dict[str, list[Any]] = defaultdict(list)
+        # By dataset and image: its windows, or a sample of the whole image.
+        self._samples: dict[str, dict[Any, list[Any]]] = defaultdict(dict)
         self._scores: dict[str, float] = {}
 
     def before_train(self, runner: Runner) -> None:
@@ -81,8 +83,8 @@ class RunSummaryHook(Hook):
             if not isinstance(sample, DetDataSample):  # of a detector of one's own
                 continue
             kept = self._samples[sample.metainfo.get("dataset_name", "")]
-            if len(kept) < IMAGES_PER_DATASET:
-                kept.append(sample)
+            if sample.img_path in kept or len(kept) < IMAGES_PER_DATASET:
+                kept.setdefault(sample.img_path, []).append(sample)
 
     after_test_iter = after_val_iter
 
@@ -134,7 +136,11 @@ class RunSummaryHook(Hook):
         if self._scores or self._train_started is not None:
             found["summary"] = folder / f"{prefix}summary.json"
             write_json(found["summary"], self._summary(runner), indent=2)
-        samples = {name: kept for name, kept in self._samples.items() if kept}
+        samples = {
+            name: [joined(parts) for parts in kept.values()]
+            for name, kept in self._samples.items()
+            if kept
+        }
         if self._scores and samples:
             found["picture"] = folder / f"{prefix}detections.png"
             meta = runner.visualizer.dataset_meta

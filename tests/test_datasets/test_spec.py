@@ -37,6 +37,7 @@ def test_parse_keeps_the_order_and_the_values():
 NAME = "[0].name must be a text without '/', and not '.' or '..', got "
 LIST = "classes must be a list of names, got "
 WEIGHT = "weight must be a number above 0 (remove the entry to leave it out), got "
+TILE = "tile must be the side of a window in pixels, 16 or more, got "
 ROOT = dict(root="r", data_root=None, train=None)
 
 
@@ -52,6 +53,8 @@ ROOT = dict(root="r", data_root=None, train=None)
         *((dict(name=n), f"{n!r} is a choice of --d") for n in ("auto", "all", "none")),
         *((dict(weight=w), f"{WEIGHT}{w!r}") for w in (0, -1.0, float("nan"), "2")),
         (dict(weight=float("inf")), f"{WEIGHT}inf"),
+        (dict(weight=True), f"{WEIGHT}True"),
+        *((dict(tile=t), f"{TILE}{t!r}") for t in (0, 15, True, "20", 32.0)),
         (dict(train=None), "('a'): no data; add root='<folder>', or data_"),
         (dict(data_root=3), "data_root must be a path, got 3"),
         (dict(root=["a"]), "root must be a path, got ['a']"),

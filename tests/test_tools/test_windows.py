@@ -3,12 +3,9 @@
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from mmdet.registry import TRANSFORMS
 from mmdet.structures import DetDataSample
-from mmdet.structures.bbox import HorizontalBoxes
 from mmengine.structures import InstanceData
 from scipy import ndimage
 
@@ -117,27 +114,6 @@ def test_a_single_view_is_not_merged_and_padded_with_black():
     twice = torch.tensor([[1.0, 2.0, 9.0, 5.0]]).repeat(2, 1)
     sample.pred_instances = InstanceData(bboxes=twice)
     assert len(merge([sample], 0.5).pred_instances) == 2
-
-
-def test_boxes_cut_by_a_crop_are_ignored_below_a_share():
-    boxes = [[-6.0, 5, 4, 10], [26.0, -61, 36, 39], [30.0, 20, 40, 30], [-5, 0, 3, 8]]
-    results = dict(
-        gt_bboxes=HorizontalBoxes(torch.tensor(boxes)),
-        gt_ignore_flags=np.array([False, False, True, False]),
-        img_shape=(40, 36),
-    )
-    import tools.analysis.crops  # noqa: F401
-
-    step = TRANSFORMS.build(dict(type="IgnoreCutBoxes", min_visible=0.4))
-    results = step(results)
-    # Inside: 4 of 10, 39 of 100, 6 of 10 (ignored before), 3 of 8.
-    assert results["gt_ignore_flags"].tolist() == [False, True, True, True]
-    assert results["gt_bboxes"].tensor.tolist() == [
-        [0.0, 5.0, 4.0, 10.0],
-        [26.0, 0.0, 36.0, 39.0],
-        [30.0, 20.0, 36.0, 30.0],
-        [0.0, 0.0, 3.0, 8.0],
-    ]
 
 
 LETTERBOX = """

@@ -1,0 +1,155 @@
+"""Tiles: windows of images, for datasets whose objects are small.
+
+A dataset with ``tile=N`` in its mixture entry is seen through windows of N x N pixels
+of its images: random ones in training, all of them in evaluation, where detections are
+merged. The pipeline resizes a window as it does whole images, so that objects look
+larger by the ratio of their sides.
+
+Axes: K boxes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from mmcv.transforms import BaseTransform
+from mmdet.registry import TRANSFORMS
+from mmengine.structures import InstanceData
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from damex.errors import ConfigError
+
+Window = tuple[int, int, int, int]  # left, top, right and bottom in pixels
+OVERLAP = 0.25  # least overlap of neighboring windows, as a part of their side
+MERGE_IOU = 0.5  # of two detections of a class with a higher IoU, the better one stays
+MIN_VISIBLE = 0.4  # smallest part of a box in a window that makes it a label
+
+
+def windows_of(width: int, height: int, side: int) -> list[Window]:
+    """Return the fewest windows that cover an image, evenly spread over it.
+
+    They are smaller than ``side`` only where the image is; it may be a single one.
+    """
+    spans = (
+        [(start, min(start + side, length)) for start in _starts(length, side)]
+        for length in (height, width)
+    )
+    return [
+        (left, top, right, bottom) for (top, bottom), (left, right) in product(*spans)
+    ]
+
+
+def _starts(length: int, side: int) -> list[int]:
+    """Return the first pixels of the windows along one side of an image."""
+    gaps = math.ceil(max(length - side, 0) / max(side * (1 - OVERLAP), 1))
+    return [round(i * (length - side) / gaps) for i in range(gaps + 1)] if gaps else [0]
+
+
+def tiled(
+    pipeline: Sequence[Any], side: int | None, *, test_mode: bool, where: str
+) -> Sequence[Any]:
+    """Return a pipeline that looks at windows, behind its steps that load.
+
+    Raises:
+        ConfigError: If it has no such step.
+    """
+    if side is None:
+        return pipeline
+    loads = [number for number, step in enumerate(pipeline) if _loads(step)]
+    if not loads:
+        raise ConfigError(
+            f"{where}: tile={side} crops images behind the steps of the pipeline that "
+            "load them, such as dict(type='LoadImageFromFile'), and there are none."
+        )
+    # Boxes are scored in the whole image, so evaluation may load them later.
+    place = 1 + (loads[0] if test_mode else loads[-1])
+    crop = dict(
+        type="RandomCrop",
+        crop_size=(side, side),
+        allow_negative_crop=True,  # most windows of evaluation have no object
+        bbox_clip_border=False,
+    )
+    steps = [dict(type="CropToWindow")] if test_mode else [crop, IGNORE]
+    return [*pipeline[:place], *steps, *pipeline[place:]]
+
+
+def _loads(step: Any) -> bool:
+    kind = step.get("type") if isinstance(step, Mapping) else type(step)
+    name = kind if isinstance(kind, str) else getattr(kind, "__name__", "")
+    return name.rpartition(".")[2].startswith("Load")
+
+
+@TRANSFORMS.register_module()
+class CropToWindow(BaseTransform):
+    """Cut the ``window`` of a sample out of its image."""
+
+    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Change ``img`` and ``img_shape`` of mmdet's results, in place."""
+        left, top, right, bottom = results["window"]
+        results["img"] = results["img"][top:bottom, left:right]
+        results["img_shape"] = results["img"].shape[:2]
+        return results
+
+
+@TRANSFORMS.register_module()
+class IgnoreCutBoxes(BaseTransform):
+    """Clip boxes to the image, and ignore those of which too little is inside.
+
+    It follows ``RandomCrop(bbox_clip_border=False)``, which only drops boxes that are
+    outside. An ignored box is neither a label nor background, as COCO's ``iscrowd``.
+
+    Args:
+        min_visible: Smallest part of the area of a box that makes it a label.
+    """
+
+    def __init__(self, *, min_visible: float) -> None:
+        self.min_visible = min_visible
+
+    def transform(self, results: dict[str, Any]) -> dict[str, Any]:
+        """Change ``gt_bboxes`` and ``gt_ignore_flags`` of mmdet's results, in place."""
+        boxes = results["gt_bboxes"]
+        needed = self.min_visible * boxes.areas
+        boxes.clip_(results["img_shape"])
+        results["gt_ignore_flags"] |= (boxes.areas < needed).numpy()
+        return results
+
+
+IGNORE = dict(type="IgnoreCutBoxes", min_visible=MIN_VISIBLE)
+
+
+def merged(boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor) -> Tensor:
+    """Return the indices of the detections of several windows that stay, best first.
+
+    An object in the overlap of two windows is found twice: class-wise non-maximum
+    suppression leaves the better of two boxes.
+    """
+    return batched_nms(boxes_K4, scores_K, labels_K, iou_threshold=MERGE_IOU)
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return one data sample for the windows of an image, with boxes in the image.
+
+    A sample without ``window`` is of the whole image. A single one keeps all of its
+    detections, which have nothing to be merged with.
+    """
+    whole = parts[0].clone()
+    for key in ("pred_instances", "dataset_instances"):
+        if key not in whole:
+            continue
+        found = InstanceData.cat([_in_image(part, part.get(key)) for part in parts])
+        if len(parts) > 1:
+            found = found[merged(found.bboxes, found.scores, found.labels)]
+        whole.set_field(found, key)
+    return whole
+
+
+def _in_image(sample: Any, found: Any) -> Any:
+    """Return detections with boxes in pixels of the whole image."""
+    left, top, *_ = sample.metainfo.get("window", (0, 0))
+    found = found.clone()
+    found.bboxes = found.bboxes + found.bboxes.new_tensor([left, top, left, top])
+    return found
