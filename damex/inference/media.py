@@ -16,6 +16,7 @@ from mmengine.logging import print_log
 from PIL import Image, UnidentifiedImageError
 
 from damex.datasets.pixels import Pixels, to_8_bits
+from damex.datasets.tiles import windows_of
 from damex.errors import DataError, printable
 
 Picture = str | os.PathLike | np.ndarray | Image.Image
@@ -128,6 +129,26 @@ class Inputs:
         if loaded is None:
             raise DataError(f"{image} {problem or 'is not an image that can be read'}.")
         return self._prepared(loaded)
+
+    def windows(
+        self, one: Mapping[str, Any], side: int, meta: Mapping[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        """Preprocess the windows of an image, which `each` has preprocessed whole.
+
+        Their data samples have ``meta``, and ``window``, the place in the image.
+        """
+        pixels, whole = one["pixels"], one["data_samples"].metainfo
+        height, width = pixels.shape[:2]
+        for window in windows_of(width, height, side):
+            left, top, right, bottom = window
+            part = np.ascontiguousarray(pixels[top:bottom, left:right])
+            packed = self._prepared(
+                _loaded(part, path=whole.get("img_path"), number=whole["img_id"])
+            )
+            packed["data_samples"].set_metainfo(
+                {**meta, "window": window, "ori_shape": (height, width)}
+            )
+            yield packed
 
     def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
         """Apply the rest of the pipeline."""

@@ -15,6 +15,8 @@ import numpy as np
 from mmengine.device import get_device
 
 from damex.datasets.label_space import LabelSpace
+from damex.datasets.spec import BOUNDS
+from damex.datasets.tiles import joined
 from damex.errors import (
     ConfigError,
     DataError,
@@ -93,11 +95,15 @@ class Prediction:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Classes to detect; ``labels=None``: those of the dataset predicted per image."""
+    """Classes to detect; ``labels=None``: those of the dataset predicted per image.
+
+    ``tile`` is the side of the windows to look through, in pixels of the image.
+    """
 
     meta: Mapping[str, Any]
     labels: Sequence[int] | None
     dataset: str | None = None
+    tile: int | None = None
 
 
 class Predictor:
@@ -270,17 +276,42 @@ class Predictor:
     ) -> Iterator[Prediction]:
         """Predictions of preprocessed images."""
         while batch := list(islice(packed, batch_size)):
-            labels = None if choice.dataset is None else choice.labels
-            with (
-                self._lock,
-                nullcontext()
-                if labels is None
-                else condition_on_dataset(self._detector, labels),
-            ):
-                samples = detect(self._detector, batch)
-            for sample, one in zip(samples, batch, strict=True):
+            is_told = choice.dataset is not None and choice.tile is not None
+            wholes = [None] * len(batch) if is_told else self._run(batch, choice)
+            for whole, one in zip(wholes, batch, strict=True):
                 image = as_rgb(one["pixels"]) if keep_images else None
-                yield self._prediction(sample, choice, min_score, image)
+                chosen, sample = choice, whole
+                if choice.labels is None:
+                    chosen = self._of_group(whole.predicted_group)
+                if chosen.tile is None:
+                    chosen = choice
+                else:
+                    sample = self._through_windows(one, chosen, batch_size)
+                    if whole is not None:  # it tells the dataset, not a window
+                        posterior = whole.metainfo.get("group_posterior", ())
+                        sample.set_metainfo(dict(group_posterior=posterior))
+                yield self._prediction(sample, chosen, min_score, image)
+
+    def _run(self, batch: Sequence[Mapping[str, Any]], choice: _Choice) -> list[Any]:
+        """Run the detector; returns data samples."""
+        labels = None if choice.dataset is None else choice.labels
+        with (
+            self._lock,
+            nullcontext()
+            if labels is None
+            else condition_on_dataset(self._detector, labels),
+        ):
+            return detect(self._detector, batch)
+
+    def _through_windows(
+        self, one: Mapping[str, Any], choice: _Choice, batch_size: int
+    ) -> Any:
+        """Detect in all windows of an image, and return one data sample."""
+        windows = self._inputs.windows(one, choice.tile or 0, choice.meta)
+        parts: list[Any] = []
+        while batch := [*islice(windows, batch_size)]:
+            parts += self._run(batch, choice)
+        return joined(parts)
 
     def _choose(self, dataset: str) -> _Choice:
         """Resolve the ``dataset`` argument."""
@@ -292,10 +323,33 @@ class Predictor:
             return _Choice(dict(labels_by_group=labels_by_group(space)), None)
         if dataset == "all":
             groups = [every] * len(space.group_names)
-            return _Choice(dict(labels_by_group=groups) if self.can_tell else {}, every)
+            several: dict[str, Any] = dict(labels_by_group=groups)
+            tile = self._tile_of(space.dataset_names)
+            return _Choice(several if self.can_tell else {}, every, tile=tile)
         number = self._stored.dataset_id(dataset)
-        meta = dict(group_id=space.group_id(number))
-        return _Choice(meta, space.valid_labels(number), dataset)
+        meta, tile = dict(group_id=space.group_id(number)), self._tile_of([dataset])
+        return _Choice(meta, space.valid_labels(number), dataset, tile)
+
+    def _of_group(self, group: int) -> _Choice:
+        """The choice of a dataset group that an image was found to be of."""
+        space = self._stored.space
+        names = [
+            name
+            for number, name in enumerate(space.dataset_names)
+            if space.group_id(number) == group
+        ]
+        labels, name = labels_by_group(space)[group], space.group_names[group]
+        return _Choice(dict(group_id=group), labels, name, self._tile_of(names))
+
+    def _tile_of(self, names: Sequence[str]) -> int | None:
+        """``tile`` of the training on datasets; None if it is not the same for all."""
+        entries = self._stored.config.get("mixture")
+        rows = entries if isinstance(entries, list) else []
+        rows = [row for row in rows if isinstance(row, Mapping)]
+        tiles = [row.get("tile") for row in rows if row.get("name") in names]
+        tile = tiles[0] if tiles and all(one == tiles[0] for one in tiles) else None
+        # A stranger's checkpoint may hold any value.
+        return tile if isinstance(tile, int) and tile >= BOUNDS["tile"][0] else None
 
     def _packed(
         self,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from mmengine.config import Config
 from PIL import Image
+from torchvision.ops import batched_nms
 
 from damex.__main__ import main
 from damex.datasets.label_space import LabelSpace
@@ -339,3 +340,71 @@ def test_frames_of_a_video_are_seen_as_images_are(predictor, clip):
         assert (one.width, one.height, other.frame) == (96, 64, None)
         assert len(one.scores) > 0
         assert_same(one, other)
+
+
+@pytest.fixture
+def with_mixture(save):
+    """A predictor whose checkpoint has a mixture."""
+
+    def make(mixture):
+        path = save()
+        content = torch.load(path, weights_only=True)
+        config = Config.fromstring(content["meta"]["cfg"], ".py")
+        config.mixture = mixture
+        content["meta"]["cfg"] = config.pretty_text
+        torch.save(content, path)
+        return Predictor(path, device="cpu")
+
+    return make
+
+
+def picture(width, height):
+    return np.random.default_rng(5).integers(0, 256, (height, width, 3), np.uint8)
+
+
+def test_a_dataset_with_a_tile_is_seen_through_windows(with_mixture, predictor):
+    """As its windows were shown one by one, and shifted and merged by hand."""
+    entries = [dict(name="street", tile=40), dict(name="park", tile=40)]
+    tiled = with_mixture([*entries, dict(name="sky")])
+    image = picture(70, 40)
+    expected = [[], [], []]
+    for left in (0, 30):  # they share a quarter
+        crop = np.ascontiguousarray(image[:, left : left + 40])
+        (one,) = everything(predictor, crop, dataset="street")
+        expected[0].append(one.boxes + np.float32([left, 0, left, 0]))
+        expected[1].append(one.scores)
+        expected[2].append(one.labels)
+    rows = [torch.tensor(np.concatenate(column)) for column in expected]
+    kept = batched_nms(*rows, iou_threshold=0.5)
+    (found,) = everything(tiled, image, dataset="street")
+    assert 0 < len(kept) < len(rows[0])
+    np.testing.assert_allclose(found.boxes, rows[0][kept], atol=1e-3)
+    np.testing.assert_allclose(found.scores, rows[1][kept], atol=1e-6)
+    assert found.labels.tolist() == rows[2][kept].tolist()
+    assert (found.width, found.height, found.probabilities) == (70, 40, {})
+    for name in ("sky", "all"):  # without a tile, or with different ones
+        (one,) = everything(tiled, image, dataset=name)
+        assert_same(one, *everything(predictor, image, dataset=name))
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_the_whole_image_tells_the_dataset_that_has_a_tile(
+    with_mixture, predictor, photos, batch_size
+):
+    paths = sorted(photos.rglob("*.*"))
+    whole = everything(predictor, paths)
+    tiled = with_mixture([dict(name=name, tile=32) for name in predictor.datasets])
+    found = everything(tiled, paths, batch_size=batch_size)
+    for one, other in zip(found, whole, strict=True):
+        assert one.dataset == other.dataset
+        assert one.probabilities == pytest.approx(other.probabilities)
+        (told,) = everything(tiled, one.path, dataset=one.dataset)
+        assert_same(one, told)
+        assert one.path == other.path
+
+
+@pytest.mark.parametrize("mixture", [3, [3], [dict(name="street", tile="x")]])
+def test_a_strange_mixture_has_no_tile(with_mixture, predictor, mixture):
+    image = picture(70, 40)
+    (one,) = everything(with_mixture(mixture), image, dataset="street")
+    assert_same(one, *everything(predictor, image, dataset="street"))
