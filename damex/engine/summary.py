@@ -320,6 +320,8 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
+    with suppress(PackageNotFoundError):  # of its detectors alone
+        found["transformers"] = version("transformers")
     return found
 
 
