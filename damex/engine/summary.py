@@ -326,6 +326,8 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "not installed"
+    with suppress(PackageNotFoundError):  # of its detectors alone
+        found["transformers"] = version("transformers")
     return found
 
 
@@ -370,24 +372,30 @@ def draw_detections(
         for sample, panel in zip(row, panels, strict=False):
             image = read_pixels(sample.img_path).image[..., ::-1]
             scale = size / max(image.shape[:2])
-            drawn = _scaled(sample, scale)
             large = mmcv.imrescale(image, scale)
+            drawn = _scaled(sample, scale, large.shape)
             visualizer.add_datasample(name, large, drawn, pred_score_thr=min_score)
             panel.imshow(visualizer.get_image())
     return figure
 
 
-def _scaled(sample: DetDataSample, scale: float) -> DetDataSample:
-    """Scale the annotations and detections of an image."""
+def _scaled(sample: DetDataSample, scale: float, shape: Sequence[int]) -> DetDataSample:
+    """Scale the annotations and detections of an image to ``shape``.
+
+    Detections may reach into the padding; matplotlib would shrink the image for them.
+    """
     records = sample.metainfo.get("ground_truth", ())
     corners = [(x, y, x + w, y + h) for x, y, w, h in (r["bbox"] for r in records)]
     found = sample.pred_instances.cpu()
+    sides_4 = found.bboxes.new_tensor([*shape[1::-1]] * 2)
     return DetDataSample(
         gt_instances=InstanceData(
             bboxes=scale * torch.tensor(corners).reshape(-1, 4),
             labels=torch.tensor([r["label"] for r in records], dtype=torch.long),
         ),
         pred_instances=InstanceData(
-            bboxes=scale * found.bboxes, scores=found.scores, labels=found.labels
+            bboxes=(scale * found.bboxes).clamp(0 * sides_4, sides_4),
+            scores=found.scores,
+            labels=found.labels,
         ),
     )

@@ -28,7 +28,7 @@ from damex.models.insertion import moe_blocks
 from damex.workbench.growth.prune import kept_config, kept_notes
 
 README, PICTURE, SUMMARY = "README.md", "detections.png", "summary.json"
-BACKBONE = ("type", "name", "arch", "depth")  # what tells backbones apart
+BACKBONE = ("type", "name", "arch", "depth", "model_type")  # what tells backbones apart
 NOT_GIVEN = "not given"
 SCORES = ("mean_ap", "mean_ap50", "pooled_ap", "pooled_ap50", "datasets")
 # What anybody can do with the files; run as it stands by a test.
@@ -197,12 +197,15 @@ def plain(value: Any) -> str:
 
 
 def _about(stored: DetectorCheckpoint, license_text: str | None) -> str:
-    space, backbone = stored.space, stored.model.get("backbone") or {}
+    space, model = stored.space, stored.model
+    config = model.get("config") or {}  # of a detector of Transformers
+    backbone = model.get("backbone") or config.get("backbone_config") or {}
     words = [backbone[key] for key in BACKBONE if key in backbone]
+    kinds = [model.get("type"), config.get("model_type")]
     return _lines(
         {
-            "detector": stored.model.get("type"),
-            "backbone": " ".join(map(str, words)),
+            "detector": " ".join(map(str, filter(None, kinds))),
+            "backbone": " ".join(map(str, words)) or None,
             "parameters": f"{millions(stored.state)} million",
             "datasets": len(space.dataset_names),
             "classes": space.num_classes,

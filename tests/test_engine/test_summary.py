@@ -146,6 +146,13 @@ def test_truth_is_left_and_detections_are_right(sample):
     assert (columns.min(), rows.max()) == pytest.approx((100, 160), abs=4)
 
 
+def test_a_detection_that_reaches_into_the_padding_shrinks_no_image(sample):
+    # 70 rows, of which the detection covers 60..80, far from the first columns.
+    (image,) = images({"a": [sample(100, 70)]})["a"]
+    assert len(painted(image[:, 200:220])[0]) == 0
+    assert painted(image[:, 200:])[0].max() == 139
+
+
 def test_every_annotation_is_drawn_and_no_weak_detection(sample):
     boxes = [(10, 40, 20, 20), (50, 40, 20, 20)]
     weak = sample(100, 100, truth=boxes, score=0.2)

@@ -59,6 +59,19 @@ def test_baselines_have_dense_ffns_of_their_width(joint, name, encoder, decoder)
     assert detector.resolved_moe() == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "encoder", "decoder"),
+    [("wide_decoder", 256, 2048), ("wide_encoder", 1024, 512)],
+)
+def test_ffns_of_transformers_get_their_width_by_another_key(
+    joint, name, encoder, decoder
+):
+    config = dict(encoder_ffn_dim=256, decoder_ffn_dim=512)
+    found = joint(model=dict(type="MoETransformersDetector", config=config))
+    wide = configs(found, name)[name].model.config
+    assert (wide.encoder_ffn_dim, wide.decoder_ffn_dim) == (encoder, decoder)
+
+
 def test_baselines_do_not_change_each_other_or_the_config(config):
     cfg = read_config(str(config))
     before = cfg.to_dict()
@@ -233,8 +246,9 @@ def test_partitioned_has_classes_of_each_dataset_that_learn_from_it_alone(
         assert shipped.model[key] == baseline.model[key]
 
 
-def test_partitioned_needs_a_detector_that_ignores_classes(joint):
-    found = joint(**{"model.type": "MoEDeformableDETR"})
+@pytest.mark.parametrize("kind", ["MoEDeformableDETR", "MoETransformersDetector"])
+def test_partitioned_needs_a_detector_that_guesses_the_dataset(joint, kind):
+    found = joint(**{"model.type": kind})
     with pytest.raises(ConfigError, match=r"needs model.type='MoEDINO'.*--baselines"):
         baselines_of(found, ["partitioned"])
 

@@ -388,6 +388,13 @@ def test_the_command_writes_a_folder(save, tmp_path, capsys):
     assert f"{out} exists; remove it" in capsys.readouterr().err
 
 
+def test_a_card_names_the_family_and_its_backbone(save, tmp_path):
+    out = tmp_path / "card"
+    assert main(["card", str(save("d_fine")), "--out", str(out)]) == 0
+    about = "- detector: MoETransformersDetector d\\_fine\n- backbone: hgnet\\_v2\n"
+    assert about in (out / "README.md").read_text()
+
+
 def test_forms_that_do_not_fit_are_refused(save, tmp_path, capsys):
     checkpoint = save("rt_detr_v2")
     for out, options, words in [

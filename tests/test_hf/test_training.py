@@ -55,6 +55,7 @@ def test_a_training_is_scored_resumed_and_used(train, tmp_path, two_datasets):
     summary = json.loads((work / "summary.json").read_text())
     assert set(summary["datasets"]) == {"street", "park"}
     assert set(summary["routing_accuracy"]) == {"street", "park", "mean"}
+    assert summary["versions"]["transformers"].startswith("5.")
 
     # The optimizer steps of the second epoch are repeated.
     (tmp_path / "again").mkdir()

@@ -23,6 +23,9 @@ from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.console import filter_console
 from damex.engine.optim import set_length
 from damex.errors import ConfigError
+from damex.hf.detector import MoETransformersDetector
+from damex.models.detectors import MoEDINO
+from damex.workbench.cli.commands import BASELINES
 
 RECIPE = "damex_best"
 SINGLES = ("single", "single_full")  # baselines of one training per dataset
@@ -165,12 +168,12 @@ def _partition(cfg: Config) -> None:
 
     At inference a linear head guesses the dataset where it is not given.
     """
-    detector = MODELS.get(cfg["model"]["type"])
-    if not getattr(detector, "chooses_queries_by_class", False):
+    if not _is_a(cfg, MoEDINO):
+        rest = " ".join(name for name in BASELINES if name != "partitioned")
         raise ConfigError(
-            "the baseline partitioned needs model.type='MoEDINO', which can ignore "
-            "classes that a dataset does not annotate; it is "
-            f"{cfg['model']['type']!r}. Omit the baseline with --baselines."
+            "the baseline partitioned needs model.type='MoEDINO', which can guess the "
+            f"dataset of an image by a label_prior; it is {cfg['model']['type']!r}. "
+            f"Name the others: --baselines {rest}."
         )
     labels = read_label_space(cfg.get("label_space") or "union")
     _forget_labels(cfg)
@@ -183,13 +186,26 @@ def _partition(cfg: Config) -> None:
     cfg["model"]["label_prior"] = dict(source="head")
 
 
-FFN_WIDTH = "model.{}.layer_cfg.ffn_cfg.feedforward_channels"
+def _widen(cfg: Config, *, component: str) -> None:
+    """Give the FFNs of the encoder or decoder four times the width."""
+    path = f"model.{component}.layer_cfg.ffn_cfg.feedforward_channels"
+    if _is_a(cfg, MoETransformersDetector):
+        path = f"model.config.{component}_ffn_dim"
+    _multiply(cfg, path=path, factor=4)
+
+
+def _is_a(cfg: Config, kind: type) -> bool:
+    """Whether the detector of a config is of a class."""
+    found = MODELS.get(cfg["model"]["type"])
+    return isinstance(found, type) and issubclass(found, kind)
+
+
 CHANGES: dict[str, Change] = {
     "dense": lambda cfg: None,
     "dense_lr2": partial(_multiply, path="optim_wrapper.optimizer.lr", factor=2.0),
     "partitioned": _partition,
-    "wide_decoder": partial(_multiply, path=FFN_WIDTH.format("decoder"), factor=4),
-    "wide_encoder": partial(_multiply, path=FFN_WIDTH.format("encoder"), factor=4),
+    "wide_decoder": partial(_widen, component="decoder"),
+    "wide_encoder": partial(_widen, component="encoder"),
 }
 
 
