@@ -22,6 +22,10 @@ BORDER = 1.0
 # Below half a cell of the finest feature map of a DETR (stride 8).
 TINY = 4.0
 TINY_SHARE = 0.1
+# Windows doubled AP where half of the objects were below 4 to 21 px (predictions.md).
+SMALL = 16.0
+SMALL_SHARE = 0.5
+LARGE = 1.5  # times the size in training: smaller images have no more pixels to show
 # Many suspect boxes mean another format; a few are single mistakes.
 SUSPICIOUS_COUNT = 3
 SUSPICIOUS_SHARE = 0.1
@@ -217,7 +221,12 @@ def _check_boxes(records: Records, expected: Expectations) -> Iterator[Finding]:
     used_N = _without_dropped(used_N, problems)
     if expected.scales:
         sound_N = used_N & ~problems["box-zero-size"] & ~problems["box-thin"]
-        yield from _check_tiny(records, sound_N, max(expected.scales, key=min))
+        scale = max(expected.scales, key=min)
+        side_N = _sides_in_training(records, scale, expected.tile)
+        yield from _check_tiny(records, sound_N, side_N, scale)
+        if expected.tile is None and records.location.split == "train":
+            known_N = sound_N & np.isfinite(side_N)
+            yield from _check_small(records, known_N, side_N, scale)
     yield from _check_areas(records, used_N)
     yield from _check_use(records, used_N, expected)
     yield from _check_duplicates(records, used_N)
@@ -282,14 +291,47 @@ def _check_format(records: Records, used_N: np.ndarray) -> Finding | None:
     return records.location.finding("box-xyxy", None, text, level=level, count=count)
 
 
+def _sides_in_training(
+    records: Records, scale: tuple[float, float], tile: int | None
+) -> np.ndarray:
+    """Roots (N,) of the areas of boxes where images, or windows, are resized."""
+    size_N2 = np.minimum(records.size_N2, np.inf if tile is None else tile)
+    # As in mmcv, each side has its own bound.
+    long_N, short_N = size_N2.max(axis=1), size_N2.min(axis=1)
+    factor_N = np.minimum(max(scale) / long_N, min(scale) / short_N)
+    return np.sqrt(records.box_N4[:, 2] * records.box_N4[:, 3]) * factor_N
+
+
+def _check_small(
+    records: Records,
+    used_N: np.ndarray,
+    side_N: np.ndarray,
+    scale: tuple[float, float],
+) -> Iterator[Finding]:
+    """Recommend windows if most boxes are small, and images have more pixels."""
+    count, small = int(used_N.sum()), int((side_N[used_N] < SMALL).sum())
+    if count == 0 or small < SMALL_SHARE * count:
+        return
+    longest = float(np.median(records.size_N2[used_N].max(axis=1)))
+    if longest < LARGE * max(scale):
+        return
+    tile = round(longest / 2)
+    text = (
+        f"{small} of {count} boxes are below {SMALL:g} px where images are scaled to "
+        f"{scale[0]:g} x {scale[1]:g}. tile={tile} in the mixture entry shows windows "
+        f"of {tile} px, in which objects are twice as large: AP may double, and a "
+        "prediction takes about six times as long."
+    )
+    yield records.location.finding("boxes-small", None, text, count=small)
+
+
 def _check_tiny(
-    records: Records, used_N: np.ndarray, scale: tuple[float, float]
+    records: Records,
+    used_N: np.ndarray,
+    side_N: np.ndarray,
+    scale: tuple[float, float],
 ) -> Iterator[Finding]:
     """One finding for each class with many boxes that become tiny after resizing."""
-    # As in mmcv, each side has its own bound.
-    long_N, short_N = records.size_N2.max(axis=1), records.size_N2.min(axis=1)
-    factor_N = np.minimum(max(scale) / long_N, min(scale) / short_N)
-    side_N = np.sqrt(records.box_N4[:, 2] * records.box_N4[:, 3]) * factor_N
     small_N = used_N & (side_N < TINY)
     names = np.array([*records.categories.values(), ""], object)
     for name in sorted({*names[np.unique(records.class_N[small_N])]} - {""}):
@@ -302,7 +344,7 @@ def _check_tiny(
             f"{len(small)} of {total} boxes, such as that of "
             f"{records.annotation_name(small[0])}, are below {TINY:g} px "
             f"where images are scaled to {scale[0]:g} x {scale[1]:g}; a detector "
-            "hardly sees them. Train at a larger size."
+            "hardly sees them. Set tile in the mixture entry, or a larger image_size."
         )
         where = f"class {name!r}"
         yield records.location.finding("box-tiny", where, text, count=len(small))

@@ -103,6 +103,7 @@ class Expectations:
         filter_empty: Whether training leaves out images without boxes.
         scales: Sizes that images may be resized to.
         kept_scales: Those of them for whole images with their aspect ratio kept.
+        tile: Side of the windows that the dataset is seen through, if any.
         num_queries: Number of objects that the detector can find in an image.
         applies_exif: Whether images are rotated by their EXIF orientation.
     """
@@ -113,6 +114,7 @@ class Expectations:
     filter_empty: bool = True
     scales: tuple[tuple[float, float], ...] = ()
     kept_scales: tuple[tuple[float, float], ...] = ()
+    tile: int | None = None
     num_queries: int | None = None
     applies_exif: bool = True
 

@@ -57,6 +57,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "box-tiny": Rule(
             "info", "a class with 10% or more of its boxes below 4 px in training"
         ),
+        "boxes-small": Rule(
+            "info", "most boxes below 16 px in training, of larger images: set `tile`"
+        ),
         "box-xyxy": Rule("error", "boxes look like x1, y1, x2, y2"),
         "box-normalised": Rule("error", "boxes look like shares of the image"),
         "box-ignored": Rule("warning", "marked `ignore`: left out of training"),

@@ -38,7 +38,8 @@ def loader(*transforms, load=LOAD, **options):
     return dict(dataset=dict(pipeline=[*load, *transforms, PACK], **options))
 
 
-SCALE = loader(dict(type="Resize", scale=(48, 48), keep_ratio=True))
+SCALE = loader(dict(type="Resize", scale=(72, 72), keep_ratio=True))
+HALF = loader(dict(type="Resize", scale=(48, 48), keep_ratio=True))
 
 
 def edit(key, position, **fields):
@@ -138,7 +139,7 @@ def another_box(**fields):
 
 def tiny_trees(record):
     if record["category_id"] == 2:
-        record["bbox"][2:], record["area"] = [6, 6], 36
+        record["bbox"][2:], record["area"] = [5, 5], 25
 
 
 def nine_trees(data):
@@ -300,6 +301,7 @@ FAULTS = [
         each("annotations", tiny_trees),
         dict(train_dataloader=SCALE),
     ),
+    ("boxes-small", None, nothing, dict(train_dataloader=HALF)),
     ("box-ignored", SEVEN, edit("annotations", 4, ignore=1)),
     # Classes.
     ("duplicate-class-name", "class 'tree'", add("train", id=4, name="tree")),
@@ -399,6 +401,21 @@ DECODED = {
 def test_a_clean_dataset_has_no_findings(dataset):
     assert dataset.check() == []
     assert dataset.check(quick=True) == []
+
+
+@pytest.mark.parametrize(
+    ("scale", "tile", "found"), [(48, None, 1), (48, 48, 0), (72, None, 0)]
+)
+def test_windows_are_recommended_where_they_show_more_pixels(
+    dataset, scale, tile, found
+):
+    """In windows of 48 of 96 pixels, boxes are as large as they are: 11 to 14."""
+    resize = dict(type="Resize", scale=(scale, scale), keep_ratio=True)
+    entry = {} if tile is None else dict(tile=tile)
+    findings = dataset.check(train_dataloader=loader(resize), entry=entry)
+    assert [one.kind for one in findings] == ["boxes-small"] * found
+    assert all("42 of 42 boxes are below 16 px" in one.message for one in findings)
+    assert all("tile=48 in the mixture entry" in one.message for one in findings)
 
 
 def refusal_of(cfg):
