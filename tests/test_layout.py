@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (75, 18_470), "workbench": (56, 13_005), "tests": (149, 32_500)}
-LIMITS |= {"hf": (8, 1_175), "tests/test_hf": (7, 1_460)}
+LIMITS = {"core": (75, 18_470), "workbench": (56, 13_006), "tests": (149, 32_500)}
+LIMITS |= {"hf": (8, 1_281), "tests/test_hf": (7, 1_523)}
 
 
 def layer_of(module):
