@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (75, 18_480), "workbench": (56, 13_020), "tests": (149, 32_520)}
-LIMITS |= {"hf": (8, 1_175), "tests/test_hf": (7, 1_470)}
+LIMITS = {"core": (76, 18_860), "workbench": (56, 13_030), "tests": (150, 32_810)}
+LIMITS |= {"hf": (8, 1_281), "tests/test_hf": (7, 1_535)}
 
 
 def layer_of(module):

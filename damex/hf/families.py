@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from damex.errors import ConfigError, did_you_mean
-from damex.hf.layouts import HybridEncoder, WindowedBackbone
-from damex.models.timm_backbone import TimmBackbone
+from damex.hf.layouts import DeformableEncoder, HybridEncoder, WindowedBackbone
+from damex.models.timm_backbone import TimmBackbone, create_features
 
 LOSSES = "transformers.loss.loss_"
 # By ``model_type``.
@@ -26,9 +26,12 @@ FAMILIES: Mapping[str, HybridEncoder | WindowedBackbone] = MappingProxyType(
         "d_fine": HybridEncoder(f"{LOSSES}d_fine:DFineLoss"),
         "deimv2": HybridEncoder(f"{LOSSES}deimv2:Deimv2Loss"),
         "rf_detr": WindowedBackbone(),
+        "deformable_detr": DeformableEncoder(
+            f"{LOSSES}deformable_detr:DeformableDetrImageLoss"
+        ),
     }
 )
-BACKBONES = ("rt_detr_resnet", "hgnet_v2", "rf_detr_dinov2")
+BACKBONES = ("rt_detr_resnet", "hgnet_v2", "rf_detr_dinov2", "resnet", "timm_backbone")
 # Set by damex, or of no use to it.
 LEFT_OUT = frozenset(
     {"id2label", "label2id", "num_labels", "architectures", "dtype", "_name_or_path"}
@@ -69,7 +72,11 @@ def build_model(
     if timm is not None:
         # Transformers' copy of the net has lost the activations in its norms where it
         # froze them, and its weights are drawn as those of the encoder.
-        backbone_of(model).model._backbone = timm
+        net = backbone_of(model)
+        if hasattr(net.model, "_backbone"):
+            net.model._backbone = timm
+        else:
+            net.model = timm
         _check_strides(timm, full)
     return model
 
@@ -88,9 +95,11 @@ def full_config(
     with _named("model.config"):
         full = kind(**_arguments(config, kind, "model.config"), num_labels=num_classes)
     found, layout = full.backbone_config.model_type, FAMILIES[full.model_type]
+    if timm is not None:
+        found = type(timm).__name__
     if found not in layout.backbones:
         raise ConfigError(
-            f"model.config.backbone_config.model_type is {found!r}, but backbones of "
+            f"the model's backbone is a {found!r}, but backbones of "
             f"{full.model_type!r} are {', '.join(layout.backbones)}."
         )
     layout.check(full)
@@ -104,12 +113,16 @@ def plain_config(values: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: If the family or backbone is not supported.
     """
     kind = _config_class(values, "the model", [*FAMILIES])
-    backbone = values.get("backbone_config")
+    backbone, name = values.get("backbone_config"), values.get("backbone")
+    can_name = "timm_backbone" in FAMILIES[kind.model_type].backbones
+    if backbone is None and name is not None and can_name:  # as older versions save
+        backbone = kind.from_dict(dict(values)).backbone_config.to_dict()
+        values = {**values, "backbone_config": backbone}
     if backbone is not None:
         inner = _config_class(backbone, "the model's backbone_config", BACKBONES)
-    elif values.get("backbone") is not None:
+    elif name is not None:
         raise ConfigError(
-            f"the model's backbone is {values['backbone']!r}, a name, not a "
+            f"the model's backbone is {name!r}, a name, not a "
             "backbone_config; save the model with a newer Transformers."
         )
     own = {*kind().to_dict(), "backbone_config"}
@@ -153,7 +166,25 @@ def _backbone_config(config: Mapping[str, Any]) -> Any:
     where = "model.config.backbone_config"
     kind = _config_class(config, where, BACKBONES)
     with _named(where):
-        return kind(**_arguments(config, kind, where))
+        found = kind(**_arguments(config, kind, where))
+    if kind.model_type == "timm_backbone":
+        _check_net(found)
+    return found
+
+
+def _check_net(config: Any) -> None:
+    """Reject nets that timm would fetch, or that Transformers changes.
+
+    It freezes batch norms by others, which do not have timm's activations.
+    """
+    net = create_features(str(config.backbone), (*config.out_indices,))
+    norms = [module for module in net.modules() if isinstance(module, nn.BatchNorm2d)]
+    if any(hasattr(norm, "act") for norm in norms):
+        raise ConfigError(
+            f"model.config.backbone_config.backbone is {config.backbone!r}, whose "
+            "batch norms lose their activations in Transformers; set model.backbone="
+            f"dict(type='TimmBackbone', name={config.backbone!r}) in its place."
+        )
 
 
 def _timm_config(timm: TimmBackbone, other: Any) -> Any:
@@ -168,7 +199,7 @@ def _timm_config(timm: TimmBackbone, other: Any) -> Any:
 
 
 def _check_strides(timm: TimmBackbone, config: Any) -> None:
-    if timm.reductions != [*config.feat_strides]:
+    if timm.reductions != [*getattr(config, "feat_strides", timm.reductions)]:
         raise ConfigError(
             f"model.backbone gives maps of strides {timm.reductions}, but "
             f"model.config.feat_strides is {[*config.feat_strides]}; set "

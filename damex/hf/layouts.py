@@ -23,9 +23,9 @@ class HybridEncoder:
         counts_all_boxes: Whether losses are divided by the boxes of all processes.
     """
 
-    backbones = ("rt_detr_resnet", "hgnet_v2", "timm_backbone")
+    backbones: tuple[str, ...] = ("rt_detr_resnet", "hgnet_v2", "TimmBackbone")
     heads = ("model.decoder.class_embed", "model.enc_score_head")
-    class_rows = (*heads, "model.denoising_class_embed")
+    class_rows: tuple[str, ...] = (*heads, "model.denoising_class_embed")
     counts_all_boxes = False
 
     def __init__(self, criterion: str) -> None:
@@ -81,7 +81,8 @@ class HybridEncoder:
 
     def activation(self, config: Any, part: str) -> str:
         """Return the name of the activation in FFNs of encoder or decoder."""
-        return getattr(config, f"{part}_activation_function")
+        own = getattr(config, f"{part}_activation_function", None)
+        return own or config.activation_function
 
     def widen(self, config: Any, part: str, units: int, *, gates: int) -> int:
         """Give all FFNs of a part ``units`` hidden units, or as few more as can be.
@@ -90,6 +91,75 @@ class HybridEncoder:
         """
         setattr(config, f"{part}_ffn_dim", units * gates)
         return units
+
+
+class DeformableEncoder(HybridEncoder):
+    """Deformable DETR of one stage: an encoder of all maps, and learned queries.
+
+    All layers have one classifier, and one box head unless they refine boxes.
+    """
+
+    backbones = ("resnet", "timm_backbone", "TimmBackbone")
+    class_rows = ("class_embed",)
+
+    def check(self, config: Any) -> None:
+        """Raise a ConfigError for variants that do not learn, or fail later."""
+        why = dict(
+            two_stage="Transformers gives its first stage no loss",
+            position_embedding_type="others end at 50 rows and columns of a map",
+            tie_word_embeddings="heads have two names",
+        )
+        for name, reason in why.items():
+            usual, found = getattr(type(config), name), getattr(config, name)
+            if found != usual:
+                raise ConfigError(
+                    f"model.config.{name} is {found!r}, which damex does not support, "
+                    f"as {reason}; it supports {usual!r}."
+                )
+        maps = len(config.backbone_config.out_indices)
+        if maps > config.num_feature_levels:
+            raise ConfigError(
+                f"the backbone gives {maps} maps, but model.config.num_feature_levels="
+                f"{config.num_feature_levels}; set at least {maps}."
+            )
+
+    def tidy(self, model: Any) -> None:
+        """Leave each parameter one name: optimizers take it once."""
+        model.class_embed, decoder = _LastHead(model.class_embed), model.model.decoder
+        if decoder.bbox_embed is None:
+            model.bbox_embed = _LastHead(model.bbox_embed)
+        else:
+            del decoder.bbox_embed
+            vars(decoder)["bbox_embed"] = model.bbox_embed  # not as a module of its own
+
+    def sites(self, model: Any) -> dict[str, list[nn.Module]]:
+        """Return the layers of encoder and decoder."""
+        parts = model.model
+        return dict(encoder=[*parts.encoder.layers], decoder=[*parts.decoder.layers])
+
+    def class_heads(self, model: Any) -> list[nn.Module]:
+        """Return the classifier of all layers; queries are not selected."""
+        return [model.class_embed[-1]]
+
+    def strides(self, config: Any) -> list[int]:
+        """Return 1: sides may have any length, and no cell becomes a query."""
+        return [1]
+
+    def weighted(self, losses: Mapping[str, Any], config: Any) -> dict[str, Any]:
+        """Return weighted losses; Transformers leaves the weights out."""
+        return _weighted(losses, config)
+
+
+class _LastHead(nn.ModuleList):
+    """The head of the last layer, under its name, at the places of all layers."""
+
+    def __init__(self, heads: nn.ModuleList) -> None:
+        super().__init__()
+        self.add_module(str(len(heads) - 1), heads[-1])
+
+    def __getitem__(self, index: Any) -> Any:
+        (head,) = self.children()
+        return head
 
 
 class WindowedBackbone:
@@ -138,16 +208,7 @@ class WindowedBackbone:
 
     def weighted(self, losses: Mapping[str, Any], config: Any) -> dict[str, Any]:
         """Return weighted losses; Transformers leaves the weights out."""
-        weights = dict(
-            ce=config.class_loss_coefficient,
-            bbox=config.bbox_loss_coefficient,
-            giou=config.giou_loss_coefficient,
-        )
-        return {
-            name: weights[kind] * value
-            for name, value in losses.items()
-            if (kind := name.split("_")[1]) in weights
-        }
+        return _weighted(losses, config)
 
     def activation(self, config: Any, part: str) -> str:
         """Return that of the backbone for the encoder."""
@@ -169,6 +230,20 @@ class WindowedBackbone:
         """Return how many blocks each feature map has behind it."""
         config = model.config.backbone_config
         return [number % len(config.stage_names) for number in config.out_indices]
+
+
+def _weighted(losses: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return losses times their weights; others, such as counts, have none."""
+    weights = dict(
+        ce=getattr(config, "class_loss_coefficient", 1),
+        bbox=config.bbox_loss_coefficient,
+        giou=config.giou_loss_coefficient,
+    )
+    return {
+        name: weights[kind] * value
+        for name, value in losses.items()
+        if (kind := name.split("_")[1]) in weights
+    }
 
 
 def _block_units(config: Any) -> int:

@@ -122,7 +122,7 @@ _TEXTS = f"""
     decoder: query_scale_type;
     config: model_type activation_function encoder_activation_function
         decoder_activation_function decoder_method encoder_fuse_op encoder_type;
-    backbone_config: model_type layer_type hidden_act out_features;
+    backbone_config: model_type layer_type hidden_act out_features backbone;
     {LOSSES}: reduction mode;
     BBoxL1Cost: box_format;
     IoUCost: iou_mode;

@@ -45,6 +45,12 @@ BACKBONES["rf_detr"] = dict(
     num_windows=2,
     out_features=["stage1", "stage3"],
 )
+BACKBONES["deformable_detr"] = dict(
+    BACKBONES["rt_detr_v2"], model_type="resnet", out_features=["stage2", "stage3"]
+)
+BACKBONES["deformable_detr refined"] = dict(
+    model_type="timm_backbone", backbone="test_resnet", out_indices=[2, 3]
+)
 TIMM = dict(type="TimmBackbone", name="test_efficientnet", out_indices=(2, 3, 4))
 SMALL = dict(
     d_model=32,
@@ -68,6 +74,19 @@ SMALL_RF_DETR = dict(
     group_detr=3,
     dropout=0.0,
 )
+SMALL_DEFORMABLE = dict(
+    d_model=32,
+    encoder_ffn_dim=64,
+    decoder_ffn_dim=64,
+    encoder_layers=1,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    num_queries=20,
+    num_feature_levels=3,
+    dropout=0.0,
+)
+OF_FAMILY = dict(rf_detr=SMALL_RF_DETR, deformable_detr=SMALL_DEFORMABLE)
 PREPROCESSOR = dict(
     type="DetDataPreprocessor",
     mean=[0.0] * 3,
@@ -77,9 +96,12 @@ PREPROCESSOR = dict(
 )
 
 
-@pytest.fixture(params=[*BACKBONES, "rt_detr_v2 timm", "d_fine timm"])
+WITH_TIMM = [f"{one} timm" for one in ("rt_detr_v2", "d_fine", "deformable_detr")]
+
+
+@pytest.fixture(params=[*BACKBONES, *WITH_TIMM])
 def family(request):
-    """Every supported family, one after the other, and two with backbones of timm."""
+    """Every supported family, one after the other, and some with backbones of timm."""
     return request.param
 
 
@@ -96,18 +118,15 @@ def model_of():
 
     def make(family, *, moe="damex_best", config=None, num_groups=2, **changes):
         moe = copy.deepcopy(best) if moe == "damex_best" else moe
-        family, *timm = family.split()
+        kind, *parts = family.split()
+        timm = "timm" in parts
         backbone = None if timm else copy.deepcopy(BACKBONES[family])
+        small = dict(OF_FAMILY.get(kind, SMALL), model_type=kind)
+        if "refined" in parts:
+            small |= dict(with_box_refine=True, auxiliary_loss=True)
         model = dict(
             type="MoETransformersDetector",
-            config=dict(
-                dict(
-                    SMALL_RF_DETR if family == "rf_detr" else SMALL,
-                    model_type=family,
-                    backbone_config=backbone,
-                ),
-                **(config or {}),
-            ),
+            config=dict(small, backbone_config=backbone) | (config or {}),
             bbox_head=dict(num_classes=4),
             test_cfg=dict(max_per_img=10),
             data_preprocessor=PREPROCESSOR,

@@ -97,7 +97,7 @@ def test_denoising_queries_pass_the_experts_and_are_not_counted(
     """Three boxes: 12 // 3 groups of 2 x 3 denoising queries before 20 others.
 
     RF-DETR has 2 more groups of 20 behind. Its 64 x 64 pixels are 2 x 2 windows of 16
-    patches and a class token.
+    patches and a class token. Deformable DETR has neither, and encodes all maps.
     """
     seen = []
     add_to = MoEAdapter.add_to
@@ -109,16 +109,19 @@ def test_denoising_queries_pass_the_experts_and_are_not_counted(
     monkeypatch.setattr(MoEAdapter, "add_to", see)
     detector = build_hf(family, moving=True)
     run_loss(detector, make_batch([0, 1], sizes=sizes, boxes=[1, 3]))
-    windows = family == "rf_detr"
-    encoder = ["encoder.0", "encoder.1"] if windows else ["encoder.0"]
+    # Of 64 x 96 pixels: maps of strides 8, 16 and 32, or the last.
+    tokens, queries, counted_tokens = [(2, 6, 32)], 24 + 20, 12
+    if family == "rf_detr":
+        tokens, queries, counted_tokens = [(2 * 4, 1 + 16, 32)] * 2, 20 + 40, 2 * 4 * 17
+    if family.startswith("deformable_detr"):
+        tokens, queries, counted_tokens = [(2, 96 + 24 + 6, 32)], 20, 2 * 126
+    encoder = [f"encoder.{number}" for number in range(len(tokens))]
     assert [name for name, *_ in seen] == [*encoder, "decoder.0", "decoder.1"]
-    # 64 x 96 pixels at stride 32
-    tokens = [(2 * 4, 1 + 16, 32)] * 2 if windows else [(2, 6, 32)]
-    queries = [(2, 20 + 40 if windows else 24 + 20, 32)] * 2
-    assert [tuple(moved.shape) for _, moved, _ in seen] == tokens + queries
+    shapes = [tuple(moved.shape) for _, moved, _ in seen]
+    assert shapes == [*tokens, *[(2, queries, 32)] * 2]
     assert all(moved.any(dim=-1).all() for _, moved, _ in seen)
     counted = {name: len(record.logits_VE) for name, record in records.items()}
-    many = dict.fromkeys(encoder, 2 * 4 * 17 if windows else 12)
+    many = dict.fromkeys(encoder, counted_tokens)
     assert counted == {**many, "decoder.0": 40, "decoder.1": 40}
 
 
@@ -363,9 +366,10 @@ def test_a_backbone_of_timm_starts_from_its_weights_and_is_frozen(
 
 
 def test_batch_norms_start_as_the_identity(family, build_hf):
-    """Those of RT-DETRv2 would have scales around 0; RF-DETR has none."""
+    """Those of RT-DETRv2 would have scales around 0; some families have none."""
     norms = [m for m in build_hf(family).modules() if isinstance(m, nn.BatchNorm2d)]
-    assert len(norms) > 10 or family == "rf_detr"
+    frozen = family in ("deformable_detr", "deformable_detr refined")
+    assert len(norms) > 10 or family == "rf_detr" or (frozen and norms == [])
     assert all((norm.weight == 1).all() and (norm.bias == 0).all() for norm in norms)
 
 
@@ -428,8 +432,11 @@ def test_an_image_with_fewer_cells_than_queries_is_named(
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
-        (dict(config=dict(backbone_config=BACKBONES["d_fine"])), "is 'hgnet_v2', but"),
-        (dict(config=dict(backbone_config=None), backbone=TIMM), "is 'timm_backbone'"),
+        (
+            dict(config=dict(backbone_config=BACKBONES["d_fine"])),
+            "is a 'hgnet_v2', but",
+        ),
+        (dict(config=dict(backbone_config=None), backbone=TIMM), "is a 'TimmBackbone'"),
         (
             dict(data_preprocessor=dict(PREPROCESSOR, pad_size_divisor=8)),
             "strides up to 8, and 2 windows; set a multiple of 16",
@@ -439,6 +446,28 @@ def test_an_image_with_fewer_cells_than_queries_is_named(
 def test_a_wrong_config_of_rf_detr_is_named(build_hf, changes, error):
     with pytest.raises(ConfigError, match=error):
         build_hf("rf_detr", **changes)
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        (dict(two_stage=True, with_box_refine=True), "two_stage is True.*no loss"),
+        (dict(position_embedding_type="learned"), "learned.*50 rows.*supports 'sine'"),
+        (dict(tie_word_embeddings=False), "tie_word_embeddings is False"),
+        (dict(num_feature_levels=1), "gives 2 maps, but .*num_feature_levels=1"),
+        (
+            dict(
+                backbone_config=dict(
+                    model_type="timm_backbone", backbone=TIMM["name"], out_indices=[2]
+                )
+            ),
+            "batch norms lose their activations in Transformers; set model.backbone=",
+        ),
+    ],
+)
+def test_a_wrong_config_of_deformable_detr_is_named(build_hf, config, error):
+    with pytest.raises(ConfigError, match=error):
+        build_hf("deformable_detr", config=config)
 
 
 def test_windows_need_squares(build_hf, make_batch, run_predict):

@@ -99,8 +99,8 @@ def test_two_processes_learn_what_one_learns(
             options["weight_loss_ddf"] = 0.0
     if family == "deimv2":
         options["use_dense_one_to_one"] = False
-    if family == "rf_detr":
-        options = {}  # has neither noise nor distillation
+    if family.startswith(("rf_detr", "deformable_detr")):
+        options = {}  # have neither noise nor distillation
     model = model_of(family, config=options)
     PlainConfig(dict(model=model)).dump(tmp_path / "model.py")
     batch = make_batch([0, 1, 1, 0], sizes=[sizes[0]] * 4, boxes=boxes)
