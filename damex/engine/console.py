@@ -159,7 +159,10 @@ def describe_run(runner: Runner) -> str:
     dataset = getattr(loader, "dataset", None)
     if isinstance(dataset, MixtureDataset):
         rows = zip(dataset.specs, dataset.sizes, strict=True)
-        names = ", ".join(f"{spec.name} ({size})" for spec, size in rows)
+        names = ", ".join(
+            f"{spec.name} ({size}{f', tile={spec.tile}' if spec.tile else ''})"
+            for spec, size in rows
+        )
         classes = len(dataset.metainfo["classes"])
         verb = "trained" if training else "tested"
         lines.append(f"{verb} on {names}: {classes} classes")
