@@ -13,6 +13,7 @@ from PIL import Image
 
 from damex.datasets.entries import Options, Summary
 from damex.workbench.formats.conversion import convert_tree, open_root
+from tests.test_headroom.conftest import config  # noqa: F401
 
 ORIENTATION = 0x0112
 

@@ -1,6 +1,7 @@
 """Tiles: where windows lie, what they show, and what is found in several of them."""
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -11,6 +12,8 @@ from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes
 from mmengine.structures import InstanceData
 
+import damex
+from damex.__main__ import main
 from damex.datasets.mixture import MixtureDataset, SeededIndex
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.tiles import joined, tiled, windows_of
@@ -215,3 +218,23 @@ def test_images_without_a_size_are_named():
     entry = dict(name="a", train=data, val=data, tile=20)
     with pytest.raises(DataError, match=r"'a': 0.png has no width .* tile=20 needs"):
         MixtureDataset(datasets=[entry], split="val", pipeline=TEST)
+
+
+def test_a_training_on_windows_is_scored_on_images(config, tmp_path, capfd):
+    """In training, by ``damex test``, and from the checkpoint alone."""
+    work = tmp_path / "work"
+    options = ["--work-dir", str(work), "--cfg-options", "mixture.0.tile=24"]
+    assert main(["train", str(config), *options]) == 0
+    assert "trained on street (5, tile=24), park (3)" in capfd.readouterr().out
+    files = [str(next(work.glob("*.py"))), str(work / "epoch_1.pth")]
+    assert main(["test", *files, "--work-dir", str(work)]) == 0
+    tested = json.loads((work / "test_summary.json").read_text())["datasets"]
+    assert {name: row["images"] for name, row in tested.items()} == dict(
+        street=5, park=3
+    )
+    assert tested == json.loads((work / "summary.json").read_text())["datasets"]
+    alone = damex.load(files[1], device="cpu").evaluate().datasets
+    assert {name: row["ap"] for name, row in alone.items()} == pytest.approx(
+        {name: row["ap"] for name, row in tested.items()}
+    )
+    assert alone["street"]["images"] == 5
