@@ -198,7 +198,8 @@ def plain(value: Any) -> str:
 
 def _about(stored: DetectorCheckpoint, license_text: str | None) -> str:
     space, model = stored.space, stored.model
-    config = model.get("config") or {}  # of a detector of Transformers
+    config = model.get("config")  # of a detector of Transformers
+    config = config if isinstance(config, Mapping) else {}
     backbone = model.get("backbone") or config.get("backbone_config") or {}
     words = [backbone[key] for key in BACKBONE if key in backbone]
     kinds = [model.get("type"), config.get("model_type")]
