@@ -143,7 +143,7 @@ def test_values_are_plain_and_indices_end(two_datasets):
     assert json.loads(json.dumps(dataset.metainfo))["datasets"][1]["name"] == "park"
     assert len(list(itertools.islice(dataset, 20))) == 8
     for index in (-1, 8, 100):
-        with pytest.raises(IndexError, match=f"index {index} of a mixture of 8 samples"):
+        with pytest.raises(IndexError, match=f"index {index} of .* of 8 samples"):
             dataset.get_data_info(index)
     clone = pickle.loads(pickle.dumps(dataset))
     assert packed_truth(clone, 6) == packed_truth(dataset, 6) == packed_truth(clone, 6)
