@@ -409,7 +409,8 @@ def _merged(parts: Sequence[ImageResult]) -> ImageResult:
     """Detections in several windows of an image, those of one object once."""
     keys = ("boxes", "scores", "labels")
     every = {key: np.concatenate([getattr(one, key) for one in parts]) for key in keys}
-    kept = merged(*map(torch.from_numpy, every.values())).numpy()
+    boxes_K4, scores_K, labels_K = map(torch.from_numpy, every.values())
+    kept = merged(boxes_K4, scores_K, labels_K).numpy()
     return replace(parts[0], **{key: values[kept] for key, values in every.items()})
 
 

@@ -22,7 +22,7 @@ BORDER = 1.0
 # Below half a cell of the finest feature map of a DETR (stride 8).
 TINY = 4.0
 TINY_SHARE = 0.1
-# Windows doubled AP where half of the objects were below 4 to 21 px (predictions.md).
+# Windows raised AP where half of the objects were below 4 to 21 px (predictions.md).
 SMALL = 16.0
 SMALL_SHARE = 0.5
 LARGE = 1.5  # times the size in training: smaller images have no more pixels to show
@@ -319,8 +319,8 @@ def _check_small(
     text = (
         f"{small} of {count} boxes are below {SMALL:g} px where images are scaled to "
         f"{scale[0]:g} x {scale[1]:g}. tile={tile} in the mixture entry shows windows "
-        f"of {tile} px, in which objects are twice as large: AP may double, and a "
-        "prediction takes about six times as long."
+        f"of {tile} px, in which objects are twice as large. An image is then six to "
+        "nine views in evaluation and prediction."
     )
     yield records.location.finding("boxes-small", None, text, count=small)
 
@@ -344,7 +344,7 @@ def _check_tiny(
             f"{len(small)} of {total} boxes, such as that of "
             f"{records.annotation_name(small[0])}, are below {TINY:g} px "
             f"where images are scaled to {scale[0]:g} x {scale[1]:g}; a detector "
-            "hardly sees them. Set tile in the mixture entry, or a larger image_size."
+            "hardly sees them. Set a (smaller) tile or a larger image_size."
         )
         where = f"class {name!r}"
         yield records.location.finding("box-tiny", where, text, count=len(small))

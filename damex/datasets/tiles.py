@@ -35,7 +35,7 @@ def windows_of(width: int, height: int, side: int) -> list[Window]:
     They are smaller than ``side`` only where the image is; it may be a single one.
     """
     spans = (
-        [(start, min(start + side, length)) for start in _starts(length, side)]
+        [(start, min(start + side, length)) for start in starts(length, side)]
         for length in (height, width)
     )
     return [
@@ -43,9 +43,9 @@ def windows_of(width: int, height: int, side: int) -> list[Window]:
     ]
 
 
-def _starts(length: int, side: int) -> list[int]:
+def starts(length: int, side: int, overlap: float = OVERLAP) -> list[int]:
     """Return the first pixels of the windows along one side of an image."""
-    gaps = math.ceil(max(length - side, 0) / max(side * (1 - OVERLAP), 1))
+    gaps = math.ceil(max(length - side, 0) / max(side * (1 - overlap), 1))
     return [round(i * (length - side) / gaps) for i in range(gaps + 1)] if gaps else [0]
 
 
@@ -121,16 +121,18 @@ class IgnoreCutBoxes(BaseTransform):
 IGNORE = dict(type="IgnoreCutBoxes", min_visible=MIN_VISIBLE)
 
 
-def merged(boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor) -> Tensor:
+def merged(
+    boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor, iou: float = MERGE_IOU
+) -> Tensor:
     """Return the indices of the detections of several windows that stay, best first.
 
     An object in the overlap of two windows is found twice: class-wise non-maximum
     suppression leaves the better of two boxes.
     """
-    return batched_nms(boxes_K4, scores_K, labels_K, iou_threshold=MERGE_IOU)
+    return batched_nms(boxes_K4, scores_K, labels_K, iou_threshold=iou)
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def joined(parts: Sequence[Any], iou: float = MERGE_IOU) -> Any:
     """Return one data sample for the windows of an image, with boxes in the image.
 
     A sample without ``window`` is of the whole image. A single one keeps all of its
@@ -142,7 +144,7 @@ def joined(parts: Sequence[Any]) -> Any:
             continue
         found = InstanceData.cat([_in_image(part, part.get(key)) for part in parts])
         if len(parts) > 1:
-            found = found[merged(found.bboxes, found.scores, found.labels)]
+            found = found[merged(found.bboxes, found.scores, found.labels, iou)]
         whole.set_field(found, key)
     return whole
 

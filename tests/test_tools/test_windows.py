@@ -11,8 +11,9 @@ from scipy import ndimage
 
 import damex
 from damex.__main__ import main
+from damex.datasets.tiles import joined, starts
 from damex.workbench.cli.run import run_command
-from tools.analysis.windows import Views, app, cut, detect_all, merge, starts
+from tools.analysis.windows import Views, app, cut, detect_all
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def boxes_of(sample):
 def found_in(packed, views):
     inputs = ((0, view) for view in cut(packed, views))
     samples = [one for _, one in detect_all(WhiteRectangles(), inputs, batch_size=4)]
-    return samples, merge(samples, views.iou)
+    return samples, joined(samples, views.iou)
 
 
 def test_boxes_come_back_to_the_original_image_exactly():
@@ -99,7 +100,7 @@ def test_classes_are_merged_apart():
         for key in ("pred_instances", "dataset_instances"):
             found = InstanceData(bboxes=box.clone(), labels=labels, scores=scores)
             sample.set_field(found, key)
-    merged = merge([one, other], 0.5)
+    merged = joined([one, other], 0.5)
     assert merged.pred_instances.labels.tolist() == [4, 3]
     assert merged.pred_instances.scores.tolist() == pytest.approx([0.6, 0.4])
 
@@ -113,7 +114,7 @@ def test_a_single_view_is_not_merged_and_padded_with_black():
     sample = DetDataSample()
     twice = torch.tensor([[1.0, 2.0, 9.0, 5.0]]).repeat(2, 1)
     sample.pred_instances = InstanceData(bboxes=twice)
-    assert len(merge([sample], 0.5).pred_instances) == 2
+    assert len(joined([sample], 0.5).pred_instances) == 2
 
 
 LETTERBOX = """

@@ -14,7 +14,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby, islice, product
 from operator import itemgetter
@@ -27,11 +27,11 @@ from mmdet.registry import DATASETS
 from mmengine.evaluator import Evaluator
 from mmengine.logging import MMLogger
 from mmengine.registry import init_default_scope
-from mmengine.structures import InstanceData
 from torch.nn import functional
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet's import silent)
 from damex.config_files import config_of
+from damex.datasets.tiles import joined, starts
 from damex.engine.config import complete_config
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown, scores_of
@@ -126,7 +126,7 @@ def evaluate(cfg: Mapping[str, Any], checkpoint: str, views: Views) -> dict[str,
     for _, pairs in groupby(detected, key=itemgetter(0)):
         samples = [sample for _, sample in pairs]
         counts[samples[0].dataset_name] += len(samples)
-        evaluator.process([merge(samples, views.iou)])
+        evaluator.process([joined(samples, views.iou)])
     seconds = (time.perf_counter() - begin) / len(large)
     scores = scores_of(evaluator.evaluate(len(large)))
     rows = {
@@ -163,12 +163,6 @@ def dataset_of(loader: Mapping[str, Any], scale: int, *, pad: int | None) -> Any
     return DATASETS.build(config)
 
 
-def starts(length: int, size: int, overlap: float) -> list[int]:
-    """First pixels of the fewest windows that cover a side, evenly spread over it."""
-    count = math.ceil(max(length - size, 0) / max(size * (1 - overlap), 1)) + 1
-    return [0, *(round(i * (length - size) / (count - 1)) for i in range(1, count))]
-
-
 def cut(packed: Mapping[str, Any], views: Views) -> Iterator[dict[str, Any]]:
     """Cut an image into windows, black beyond it; ``corner`` is in original pixels."""
     pixels, size = packed["inputs"], views.size
@@ -192,19 +186,6 @@ def detect_all(detector: Any, inputs: Numbered, *, batch_size: int) -> Numbered:
                 corner = found.bboxes.new_tensor(sample.get("corner", (0.0, 0.0)))
                 found.bboxes = found.bboxes + corner.repeat(2)
             yield index, sample
-
-
-def merge(samples: Sequence[Any], iou: float) -> Any:
-    """Detections of all views of an image; those of a single view stay as they are."""
-    from mmcv.ops import batched_nms  # damex has put its ops in place
-
-    first = samples[0]
-    for key in FOUND if len(samples) > 1 else ():
-        each = InstanceData.cat([sample.get(key) for sample in samples])
-        rows = (each.bboxes, each.scores, each.labels)
-        _, kept = batched_nms(*rows, dict(type="nms", iou_threshold=iou))
-        first.set_field(each[kept], key)
-    return first
 
 
 if __name__ == "__main__":
