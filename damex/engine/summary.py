@@ -33,6 +33,7 @@ from damex.datasets.tiles import joined
 from damex.engine.hooks import routing_warnings
 from damex.engine.resumption import latest_checkpoint
 from damex.errors import DataError, printable
+from damex.evaluation import SCORE_NAMES
 from damex.files import atomic_write, write_json
 from damex.models.insertion import moe_blocks
 
@@ -229,7 +230,7 @@ def summarise(scores: Mapping[str, float]) -> dict[str, Any]:
         pooled_ap50=pooled.get("AP50"),
         pooled_ap=pooled.get("AP"),
         datasets={
-            name: dict(ap=row["AP"], ap50=row["AP50"])
+            name: {key.lower(): row.get(key) for key in SCORE_NAMES}
             | {key: int(row[key]) for key in ("images", "boxes")}
             for name, row in datasets.items()
         },

@@ -68,6 +68,10 @@ def runs_of(folder: Path) -> Iterator[dict[str, Any]]:
         record["datasets"] = {
             name: one["ap"] for name, one in found["datasets"].items()
         }
+        record["sizes"] = {
+            name: [one.get(f"ap_{size}") for size in ("small", "medium", "large")]
+            for name, one in found["datasets"].items()
+        }
         yield record
     for arm in SINGLES:
         parts = [folder / single_name(name, arm) for name in datasets]

@@ -23,6 +23,9 @@ SCORES = {
     "fish/AP": 0.25,
     "fish/AP50": 0.5,
     "fish/AP75": 0.2,
+    "fish/AP_small": 0.125,
+    "fish/AP_medium": 0.5,
+    "fish/AP_large": float("nan"),
     "fish/images": 3,
     "fish/boxes": 7,
     "fish/routing_accuracy": 0.875,
@@ -43,14 +46,16 @@ SCORES = {
 
 
 def test_summary_has_the_promised_keys():
+    fish_by_size = dict(ap_small=0.125, ap_medium=0.5, ap_large=None)
+    nothing = dict.fromkeys(["ap", "ap50", "ap75", *fish_by_size])
     assert summarise(SCORES) == dict(
         mean_ap50=0.5,
         mean_ap=0.25,
         pooled_ap50=0.375,
         pooled_ap=0.125,
         datasets=dict(
-            fish=dict(ap=0.25, ap50=0.5, images=3, boxes=7),
-            boards=dict(ap=None, ap50=None, images=2, boxes=0),
+            fish=dict(ap=0.25, ap50=0.5, ap75=0.2, **fish_by_size, images=3, boxes=7),
+            boards=dict(nothing, images=2, boxes=0),
         ),
         routing_accuracy=dict(fish=0.875, boards=1.0, mean=0.9375),
         max_load=0.625,
