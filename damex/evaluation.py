@@ -18,7 +18,8 @@ from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
 
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.tiles import Window, merged
+from damex.datasets.tiles import merged
+from damex.datasets.windows import Window
 from damex.errors import ConfigError, DataError, check_sizes
 
 COCO_BACKENDS = ("faster_coco_eval", "pycocotools")

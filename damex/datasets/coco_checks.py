@@ -15,6 +15,7 @@ import numpy as np
 from damex.datasets.coco_records import Records, parse_records, used_boxes
 from damex.datasets.coco_schema import Expectations, is_number
 from damex.datasets.findings import Finding, Location
+from damex.datasets.windows import advice_for, sides_in_training
 from damex.errors import did_you_mean
 
 # A box that crosses the border by more is reported as clipped.
@@ -22,10 +23,6 @@ BORDER = 1.0
 # Below half a cell of the finest feature map of a DETR (stride 8).
 TINY = 4.0
 TINY_SHARE = 0.1
-# Windows raised AP where half of the objects were below 4 to 21 px (predictions.md).
-SMALL = 16.0
-SMALL_SHARE = 0.5
-LARGE = 1.5  # times the size in training: smaller images have no more pixels to show
 # Many suspect boxes mean another format; a few are single mistakes.
 SUSPICIOUS_COUNT = 3
 SUSPICIOUS_SHARE = 0.1
@@ -222,11 +219,20 @@ def _check_boxes(records: Records, expected: Expectations) -> Iterator[Finding]:
     if expected.scales:
         sound_N = used_N & ~problems["box-zero-size"] & ~problems["box-thin"]
         scale = max(expected.scales, key=min)
-        side_N = _sides_in_training(records, scale, expected.tile)
+        box_N4, size_N2 = records.box_N4, records.size_N2
+        side_N = sides_in_training(box_N4, size_N2, scale, expected.tile)
         yield from _check_tiny(records, sound_N, side_N, scale)
-        if expected.tile is None and records.location.split == "train":
-            known_N = sound_N & np.isfinite(side_N)
-            yield from _check_small(records, known_N, side_N, scale)
+        advice = advice_for(box_N4[sound_N], size_N2[sound_N], scale)
+        is_whole = expected.tile is None and records.location.split == "train"
+        if is_whole and advice.tile is not None:
+            text = (
+                f"{advice.reason}, if tile={advice.tile} (or 'auto') in the mixture "
+                f"entry shows windows of {advice.tile} px, in which objects are twice "
+                "as large."
+            )
+            yield records.location.finding(
+                "boxes-small", None, text, count=advice.small
+            )
     yield from _check_areas(records, used_N)
     yield from _check_use(records, used_N, expected)
     yield from _check_duplicates(records, used_N)
@@ -289,40 +295,6 @@ def _check_format(records: Records, used_N: np.ndarray) -> Finding | None:
         "[x1, y1, x2 - x1, y2 - y1]."
     )
     return records.location.finding("box-xyxy", None, text, level=level, count=count)
-
-
-def _sides_in_training(
-    records: Records, scale: tuple[float, float], tile: int | None
-) -> np.ndarray:
-    """Roots (N,) of the areas of boxes where images, or windows, are resized."""
-    size_N2 = np.minimum(records.size_N2, np.inf if tile is None else tile)
-    # As in mmcv, each side has its own bound.
-    long_N, short_N = size_N2.max(axis=1), size_N2.min(axis=1)
-    factor_N = np.minimum(max(scale) / long_N, min(scale) / short_N)
-    return np.sqrt(records.box_N4[:, 2] * records.box_N4[:, 3]) * factor_N
-
-
-def _check_small(
-    records: Records,
-    used_N: np.ndarray,
-    side_N: np.ndarray,
-    scale: tuple[float, float],
-) -> Iterator[Finding]:
-    """Recommend windows if most boxes are small, and images have more pixels."""
-    count, small = int(used_N.sum()), int((side_N[used_N] < SMALL).sum())
-    if count == 0 or small < SMALL_SHARE * count:
-        return
-    longest = float(np.median(records.size_N2[used_N].max(axis=1)))
-    if longest < LARGE * max(scale):
-        return
-    tile = round(longest / 2)
-    text = (
-        f"{small} of {count} boxes are below {SMALL:g} px where images are scaled to "
-        f"{scale[0]:g} x {scale[1]:g}. tile={tile} in the mixture entry shows windows "
-        f"of {tile} px, in which objects are twice as large. An image is then six to "
-        "nine views in evaluation and prediction."
-    )
-    yield records.location.finding("boxes-small", None, text, count=small)
 
 
 def _check_tiny(

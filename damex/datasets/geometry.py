@@ -14,10 +14,13 @@ import numpy as np
 from PIL import Image
 
 from damex.config_files import LOADERS, mixture_datasets
-from damex.datasets.mmdet_configs import wrapped
+from damex.datasets.coco_records import parse_records, read_json, used_boxes
+from damex.datasets.coco_schema import Expectations
+from damex.datasets.mmdet_configs import image_scales, wrapped
 from damex.datasets.pixels import ORIENTATION
-from damex.datasets.spec import parse_mixture
-from damex.errors import ConfigError
+from damex.datasets.spec import DatasetSpec, parse_mixture
+from damex.datasets.windows import Advice, advice_for
+from damex.errors import ConfigError, DataError
 
 Size = tuple[int, int]  # width and height in pixels
 # Options of pipeline steps that are image sizes, and the steps that have them.
@@ -90,6 +93,57 @@ def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
         f"becomes {new[0]} x {new[1]}, and all other sizes of the pipelines change in "
         "proportion."
     ]
+
+
+def choose_tiles(cfg: Mapping[str, Any]) -> list[str]:
+    """Replace ``tile="auto"`` in the mixture of a config by a number or None, in place.
+
+    Returns:
+        What was chosen, and why, for each such dataset.
+
+    Raises:
+        ConfigError: If training data is no COCO file and no folder, or is not resized.
+    """
+    notes = []
+    dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}
+    common = next(iter(mixture_datasets(dataset)), dataset).get("pipeline") or ()
+    for number, entry in enumerate(cfg.get("mixture") or ()):
+        if not isinstance(entry, dict) or entry.get("tile") != "auto":
+            continue
+        spec = DatasetSpec.from_config(entry, number)
+        tile, reason, _ = _advice_of(spec, common)
+        entry["tile"] = tile
+        chosen = "whole images" if tile is None else f"windows of {tile} px"
+        notes.append(f"tile='auto' of {spec.name} is {chosen}: {reason}.")
+    return notes
+
+
+def _advice_of(spec: DatasetSpec, pipeline: Sequence[Any]) -> Advice:
+    """Advice for the training images of a dataset; the loader reports invalid ones."""
+    unread = Advice(None, "its annotations cannot be read", 0)
+    try:
+        source = spec.coco_source("train")
+        scales = image_scales(spec.pipeline("train") or pipeline)
+    except (ConfigError, DataError):
+        return unread
+    if source is None or not scales:
+        problem = (
+            "reads the sizes of boxes from root or from a COCO file, and train is a "
+            "dataset class"
+            if source is None
+            else "needs a Resize with a scale in the pipeline of training"
+        )
+        raise ConfigError(
+            f"dataset {spec.name!r}: tile='auto' {problem}; give the side of a window "
+            "in pixels, or leave tile out."
+        )
+    document, _ = read_json(source.annotations, source.location)
+    records, _ = parse_records(document, source.location, spec.classes)
+    if records is None:
+        return unread
+    used_N = used_boxes(records, Expectations(classes=spec.classes))
+    box_N4, size_N2 = records.box_N4[used_N], records.size_N2[used_N]
+    return advice_for(box_N4, size_N2, max(scales, key=min))
 
 
 def canvas_of(size: Size) -> int:

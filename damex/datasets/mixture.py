@@ -36,7 +36,8 @@ from damex.datasets.mmdet_configs import (
     map_leaves,
 )
 from damex.datasets.spec import DatasetSpec, parse_mixture
-from damex.datasets.tiles import Window, tiled, windows_of
+from damex.datasets.tiles import tiled
+from damex.datasets.windows import Window, windows_of
 from damex.errors import ConfigError, DataError
 
 
@@ -201,7 +202,7 @@ class MixtureDataset(Dataset):
         self, spec: DatasetSpec, source: BaseDataset
     ) -> list[tuple[int, Window]] | None:
         """Image and place of all windows of a dataset; None if it has none."""
-        if spec.tile is None or not self.test_mode:
+        if not isinstance(spec.tile, int) or not self.test_mode:
             return None
         found = []
         for inner in range(len(source)):

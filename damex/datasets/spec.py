@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from mmengine.utils import is_abs
 
@@ -47,7 +47,7 @@ TYPES: Mapping[str, tuple[Any, str]] = MappingProxyType(
         "classes": ((list, tuple), "a list of names"),
         "weight": ((int, float), "a number above 0 (remove the entry to leave it out)"),
         "val_share": ((int, float), "a number from 0 to below 1"),
-        "tile": (int, "the side of a window in pixels, 16 or more"),
+        "tile": (int, "the side of a window in pixels, 16 or more, or 'auto'"),
     }
 )
 # At least the first number, and below the second.
@@ -87,7 +87,8 @@ class DatasetSpec:
             annotation file in it, or several.
         format: Format of ``root``, if it cannot be recognized.
         tile: Side of the windows, in pixels of the images, through which the dataset is
-            seen (:mod:`damex.datasets.tiles`); whole images by default.
+            seen (:mod:`damex.datasets.tiles`); whole images by default. ``auto`` in a
+            config chooses.
         val_share: Share of ``root`` for validation, if it has none; 0.1 by default.
         data_root: Folder that the other paths are relative to.
         train: COCO file, or the config of any mmdet dataset, whose ``pipeline`` (if
@@ -116,7 +117,7 @@ class DatasetSpec:
     root: str | None = None
     format: str | None = None
     val_share: float | None = None
-    tile: int | None = None
+    tile: int | Literal["auto"] | None = None
 
     @classmethod
     def from_config(cls, entry: Mapping[str, Any], position: int) -> DatasetSpec:
@@ -285,6 +286,11 @@ class DatasetSpec:
         return classes
 
 
+def is_tile(value: Any) -> TypeGuard[int]:
+    """Whether a value is the side of a window in pixels."""
+    return type(value) is int and value >= BOUNDS["tile"][0]
+
+
 def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ...]:
     """Read and cross-check the entries of ``mixture``.
 
@@ -351,6 +357,8 @@ def _problems(entry: Mapping[str, Any]) -> Iterator[str]:
 def _problems_of_values(entry: Mapping[str, Any]) -> Iterator[str]:
     for key, (kinds, words) in TYPES.items():
         value = entry.get(key)
+        if key == "tile" and value == "auto":
+            continue
         fits = value is None or isinstance(value, kinds)
         if fits and value is not None and key in BOUNDS:
             least, most = BOUNDS[key]

@@ -10,9 +10,7 @@ Axes: K boxes.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from itertools import product
 from typing import Any
 
 from mmcv.transforms import BaseTransform
@@ -23,42 +21,25 @@ from torchvision.ops import batched_nms
 
 from damex.errors import ConfigError
 
-Window = tuple[int, int, int, int]  # left, top, right and bottom in pixels
-OVERLAP = 0.25  # least overlap of neighboring windows, as a part of their side
 MERGE_IOU = 0.5  # of two detections of a class with a higher IoU, the better one stays
 MIN_VISIBLE = 0.4  # smallest part of a box in a window that makes it a label
 
 
-def windows_of(width: int, height: int, side: int) -> list[Window]:
-    """Return the fewest windows that cover an image, evenly spread over it.
-
-    They are smaller than ``side`` only where the image is; it may be a single one.
-    """
-    spans = (
-        [(start, min(start + side, length)) for start in starts(length, side)]
-        for length in (height, width)
-    )
-    return [
-        (left, top, right, bottom) for (top, bottom), (left, right) in product(*spans)
-    ]
-
-
-def starts(length: int, side: int, overlap: float = OVERLAP) -> list[int]:
-    """Return the first pixels of the windows along one side of an image."""
-    gaps = math.ceil(max(length - side, 0) / max(side * (1 - overlap), 1))
-    return [round(i * (length - side) / gaps) for i in range(gaps + 1)] if gaps else [0]
-
-
 def tiled(
-    pipeline: Sequence[Any], side: int | None, *, test_mode: bool, where: str
+    pipeline: Sequence[Any], side: int | str | None, *, test_mode: bool, where: str
 ) -> Sequence[Any]:
     """Return a pipeline that looks at windows, behind its steps that load.
 
     Raises:
-        ConfigError: If it has no such step.
+        ConfigError: If it has no such step, or ``side`` is not chosen yet.
     """
     if side is None:
         return pipeline
+    if not isinstance(side, int):
+        raise ConfigError(
+            f"{where}: tile={side!r} belongs into the mixture of a config, which "
+            "replaces it by a number; give the side of a window in pixels here."
+        )
     loads = [number for number, step in enumerate(pipeline) if _loads(step)]
     if not loads:
         raise ConfigError(
@@ -121,18 +102,16 @@ class IgnoreCutBoxes(BaseTransform):
 IGNORE = dict(type="IgnoreCutBoxes", min_visible=MIN_VISIBLE)
 
 
-def merged(
-    boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor, iou: float = MERGE_IOU
-) -> Tensor:
+def merged(boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor) -> Tensor:
     """Return the indices of the detections of several windows that stay, best first.
 
     An object in the overlap of two windows is found twice: class-wise non-maximum
     suppression leaves the better of two boxes.
     """
-    return batched_nms(boxes_K4, scores_K, labels_K, iou_threshold=iou)
+    return batched_nms(boxes_K4, scores_K, labels_K, iou_threshold=MERGE_IOU)
 
 
-def joined(parts: Sequence[Any], iou: float = MERGE_IOU) -> Any:
+def joined(parts: Sequence[Any]) -> Any:
     """Return one data sample for the windows of an image, with boxes in the image.
 
     A sample without ``window`` is of the whole image. A single one keeps all of its
@@ -144,7 +123,7 @@ def joined(parts: Sequence[Any], iou: float = MERGE_IOU) -> Any:
             continue
         found = InstanceData.cat([_in_image(part, part.get(key)) for part in parts])
         if len(parts) > 1:
-            found = found[merged(found.bboxes, found.scores, found.labels, iou)]
+            found = found[merged(found.bboxes, found.scores, found.labels)]
         whole.set_field(found, key)
     return whole
 

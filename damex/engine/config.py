@@ -24,7 +24,13 @@ from damex.config_files import (
     read_config,
     work_dir_of,
 )
-from damex.datasets.geometry import SIZES, STEPS, check_views, set_image_size
+from damex.datasets.geometry import (
+    SIZES,
+    STEPS,
+    check_views,
+    choose_tiles,
+    set_image_size,
+)
 from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
 from damex.engine.optim import check_optimizer_type, set_length
@@ -145,7 +151,7 @@ def complete_config(cfg: Config | ConfigDict) -> tuple[PlainConfig, list[str]]:
     check_settings(cfg)
     notes = misspelt_keys(cfg)
     cfg = PlainConfig.of(copy.deepcopy(cfg))
-    notes += set_image_size(cfg)
+    notes += [*set_image_size(cfg), *choose_tiles(cfg)]
     cfg = resolve_config(cfg)
     notes += check_views(cfg)
     if complete := getattr(check_detector(cfg["model"]), "complete", None):
@@ -275,9 +281,10 @@ def misspelt_keys(cfg: Mapping[str, Any]) -> list[str]:
 def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
     """Fill in datasets, label space, ``num_classes``, ``num_groups`` and ``moe``.
 
-    Pipelines get the top-level ``image_size``. ``label_coverage`` is filled in if an
-    option of the detector needs it. The top-level ``moe`` becomes ``model.moe``; it may
-    name a file of ``configs/_base_/moe``, or the path of another file that sets it.
+    Pipelines get the top-level ``image_size``, and ``tile="auto"`` becomes a number.
+    ``label_coverage`` is filled in if an option of the detector needs it. The top-level
+    ``moe`` becomes ``model.moe``; it may name a file of ``configs/_base_/moe``, or the
+    path of another file that sets it.
 
     Every ``MixtureDataset`` without ``datasets`` gets the top-level ``mixture`` list
     and the label space of the whole mixture, so that labels mean the same in training
@@ -308,6 +315,7 @@ def resolve_config(cfg: Config | ConfigDict) -> PlainConfig:
     set_image_size(cfg)
     if cfg.get("mixture") is None:
         return cfg
+    choose_tiles(cfg)
     specs = parse_mixture(cfg["mixture"])
     mode = read_label_space(cfg.get("label_space") or "union")
     if isinstance(mode, LabelFile):

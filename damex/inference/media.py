@@ -16,7 +16,7 @@ from mmengine.logging import print_log
 from PIL import Image, UnidentifiedImageError
 
 from damex.datasets.pixels import Pixels, to_8_bits
-from damex.datasets.tiles import windows_of
+from damex.datasets.windows import windows_of
 from damex.errors import DataError, printable
 
 Picture = str | os.PathLike | np.ndarray | Image.Image

@@ -9,13 +9,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from mmengine.device import get_device
 
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.spec import BOUNDS
+from damex.datasets.spec import TYPES, is_tile
 from damex.datasets.tiles import joined
 from damex.errors import (
     ConfigError,
@@ -93,11 +93,14 @@ class Prediction:
         )
 
 
+Tile = int | Literal["auto"] | None  # side of windows; that of the training; none
+
+
 @dataclass(frozen=True)
 class _Choice:
     """Classes to detect; ``labels=None``: those of the dataset predicted per image.
 
-    ``tile`` is the side of the windows to look through, in pixels of the image.
+    ``tile`` is the side of the windows of the training, in pixels of the image.
     """
 
     meta: Mapping[str, Any]
@@ -173,6 +176,7 @@ class Predictor:
         dataset: str = "auto",
         min_score: float = 0.3,
         batch_size: int = 8,
+        tile: Tile = "auto",
     ) -> list[Prediction]:
         """Detect objects.
 
@@ -185,6 +189,8 @@ class Predictor:
                 those of all datasets.
             min_score: Minimum score of detections.
             batch_size: Images read at once; those of one shape share a forward pass.
+            tile: Side of the windows to look through, in pixels of the image; None for
+                whole images. ``auto``: that of the dataset in training.
 
         Returns:
             One prediction per image and frame, in order.
@@ -195,7 +201,7 @@ class Predictor:
             ValueError: If a number is out of range.
         """
         several = as_several(images)
-        return [*self.stream(several, dataset, min_score, batch_size)]
+        return [*self.stream(several, dataset, min_score, batch_size, tile=tile)]
 
     def stream(
         self,
@@ -204,6 +210,7 @@ class Predictor:
         min_score: float = 0.3,
         batch_size: int = 8,
         *,
+        tile: Tile = "auto",
         keep_images: bool = False,
         skip: Callable[[DataError], Any] | None = None,
     ) -> Iterator[Prediction]:
@@ -215,11 +222,16 @@ class Predictor:
         """
         check_number("Predictor", "in [0, 1]", min_score=min_score)
         check_sizes("Predictor", batch_size=batch_size)
+        if not (tile in ("auto", None) or is_tile(tile)):
+            raise ConfigError(
+                f"tile must be {TYPES['tile'][1]}, or None for whole images, got "
+                f"{tile!r}."
+            )
         if dataset == "auto" and self.auto_note:
             warnings.warn(self.auto_note, stacklevel=3)
         choice = self._choose(dataset)
         packed = self._packed(images, choice, skip)
-        return self._detect(packed, choice, min_score, batch_size, keep_images)
+        return self._detect(packed, choice, tile, min_score, batch_size, keep_images)
 
     def evaluate(
         self,
@@ -270,23 +282,26 @@ class Predictor:
         self,
         packed: Iterator[dict[str, Any]],
         choice: _Choice,
+        tile: Tile,
         min_score: float,
         batch_size: int,
         keep_images: bool,
     ) -> Iterator[Prediction]:
         """Predictions of preprocessed images."""
         while batch := list(islice(packed, batch_size)):
-            is_told = choice.dataset is not None and choice.tile is not None
+            side = self._side(tile, choice)
+            is_told = choice.dataset is not None and side is not None
             wholes = [None] * len(batch) if is_told else self._run(batch, choice)
             for whole, one in zip(wholes, batch, strict=True):
                 image = as_rgb(one["pixels"]) if keep_images else None
                 chosen, sample = choice, whole
                 if choice.labels is None:
                     chosen = self._of_group(whole.predicted_group)
-                if chosen.tile is None:
+                    side = self._side(tile, chosen)
+                if side is None:
                     chosen = choice
                 else:
-                    sample = self._through_windows(one, chosen, batch_size)
+                    sample = self._through_windows(one, chosen, side, batch_size)
                     if whole is not None:  # it tells the dataset, not a window
                         posterior = whole.metainfo.get("group_posterior", ())
                         sample.set_metainfo(dict(group_posterior=posterior))
@@ -304,10 +319,10 @@ class Predictor:
             return detect(self._detector, batch)
 
     def _through_windows(
-        self, one: Mapping[str, Any], choice: _Choice, batch_size: int
+        self, one: Mapping[str, Any], choice: _Choice, side: int, batch_size: int
     ) -> Any:
         """Detect in all windows of an image, and return one data sample."""
-        windows = self._inputs.windows(one, choice.tile or 0, choice.meta)
+        windows = self._inputs.windows(one, side, choice.meta)
         parts: list[Any] = []
         while batch := [*islice(windows, batch_size)]:
             parts += self._run(batch, choice)
@@ -341,6 +356,11 @@ class Predictor:
         labels, name = labels_by_group(space)[group], space.group_names[group]
         return _Choice(dict(group_id=group), labels, name, self._tile_of(names))
 
+    @staticmethod
+    def _side(tile: Tile, choice: _Choice) -> int | None:
+        """Side of the windows to look through; None for the whole image."""
+        return tile if isinstance(tile, int) or tile is None else choice.tile
+
     def _tile_of(self, names: Sequence[str]) -> int | None:
         """``tile`` of the training on datasets; None if it is not the same for all."""
         entries = self._stored.config.get("mixture")
@@ -349,7 +369,7 @@ class Predictor:
         tiles = [row.get("tile") for row in rows if row.get("name") in names]
         tile = tiles[0] if tiles and all(one == tiles[0] for one in tiles) else None
         # A stranger's checkpoint may hold any value.
-        return tile if isinstance(tile, int) and tile >= BOUNDS["tile"][0] else None
+        return tile if is_tile(tile) else None
 
     def _packed(
         self,

@@ -32,7 +32,7 @@ from damex.workbench.zero_config import folder_name, named_folders, run_name
 
 if TYPE_CHECKING:
     from damex.inference.media import Picture
-    from damex.inference.predictor import Prediction
+    from damex.inference.predictor import Prediction, Tile
 
 Data = str | os.PathLike | Sequence[str | os.PathLike] | Mapping[str, str | os.PathLike]
 
@@ -109,6 +109,7 @@ def train(
     data: Data,
     *,
     model: str | None = None,
+    tile: int | str | Mapping[str, int | str] | None = None,
     epochs: int | None = None,
     work_dir: str | os.PathLike | None = None,
     device: str | None = None,
@@ -127,6 +128,8 @@ def train(
             path or name of a config.
         model: A detector that comes with damex (``damex train --help``); ``tiny`` by
             default. Not with a config.
+        tile: Side of the windows through which all datasets, or those named, are seen,
+            in pixels of their images; ``auto`` chooses from the sizes of the boxes.
         epochs: Length of the training; by default that of the config.
         work_dir: Folder for logs and checkpoints; by default that of the config, else
             one below ``work_dirs``.
@@ -158,6 +161,9 @@ def train(
     words += ["--work-dir", str(folder)]
     for name, value in (("model", model), ("epochs", epochs), ("device", device)):
         words += [] if value is None else [f"--{name}", str(value)]
+    if tile is not None:
+        sides = tile.items() if isinstance(tile, Mapping) else [(None, tile)]
+        words += ["--tile", *(f"{n}={v}" if n else f"{v}" for n, v in sides)]
     words += ["--amp"] * amp + ["--resume"] * resume + ["--complete"] * complete
     if options:
         words += ["--cfg-options", *(option_of(*row) for row in options.items())]
@@ -300,6 +306,7 @@ class Detector:
         dataset: str = "auto",
         min_score: float = 0.3,
         batch_size: int = 8,
+        tile: Tile = "auto",
     ) -> Iterator[Prediction]:
         """Detect objects, one image at a time.
 
@@ -311,6 +318,8 @@ class Detector:
                 name of a dataset, or ``all``.
             min_score: Minimum score of detections.
             batch_size: Images of one shape per forward pass.
+            tile: Side of the windows to look through, in pixels of the image; None for
+                whole images. ``auto``: that of the dataset in training.
 
         Raises:
             ConfigError: If the dataset is unknown, or there is no image.
@@ -328,7 +337,9 @@ class Detector:
         pictures: Iterable[Picture] = (one for word in several for one in found(word))
         if isinstance(several, Sequence):  # report a missing file at once
             pictures = [*pictures]
-        return self._predictor.stream(pictures, dataset, min_score, batch_size)
+        return self._predictor.stream(
+            *(pictures, dataset, min_score, batch_size), tile=tile
+        )
 
     def evaluate(
         self,

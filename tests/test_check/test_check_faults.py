@@ -404,7 +404,8 @@ def test_a_clean_dataset_has_no_findings(dataset):
 
 
 @pytest.mark.parametrize(
-    ("scale", "tile", "found"), [(48, None, 1), (48, 48, 0), (72, None, 0)]
+    ("scale", "tile", "found"),
+    [(48, None, 1), (48, 48, 0), (48, "auto", 0), (72, None, 0)],
 )
 def test_windows_are_recommended_where_they_show_more_pixels(
     dataset, scale, tile, found
@@ -415,7 +416,8 @@ def test_windows_are_recommended_where_they_show_more_pixels(
     findings = dataset.check(train_dataloader=loader(resize), entry=entry)
     assert [one.kind for one in findings] == ["boxes-small"] * found
     assert all("42 of 42 boxes are below 16 px" in one.message for one in findings)
-    assert all("tile=48 in the mixture entry" in one.message for one in findings)
+    text = "an image is 6 views in evaluation and prediction, if tile=48 (or 'auto')"
+    assert all(text in one.message for one in findings)
 
 
 def refusal_of(cfg):

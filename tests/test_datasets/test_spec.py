@@ -37,7 +37,7 @@ def test_parse_keeps_the_order_and_the_values():
 NAME = "[0].name must be a text without '/', and not '.' or '..', got "
 LIST = "classes must be a list of names, got "
 WEIGHT = "weight must be a number above 0 (remove the entry to leave it out), got "
-TILE = "tile must be the side of a window in pixels, 16 or more, got "
+TILE = "tile must be the side of a window in pixels, 16 or more, or 'auto', got "
 ROOT = dict(root="r", data_root=None, train=None)
 
 

@@ -10,18 +10,23 @@ from mmdet.datasets import BaseDetDataset
 from mmdet.registry import TRANSFORMS
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes
+from mmengine.config import Config
 from mmengine.structures import InstanceData
 
 import damex
 from damex.__main__ import main
+from damex.datasets.geometry import choose_tiles
 from damex.datasets.mixture import MixtureDataset, SeededIndex
 from damex.datasets.sampler import MixtureSampler
-from damex.datasets.tiles import joined, tiled, windows_of
+from damex.datasets.tiles import joined, tiled
+from damex.datasets.windows import advice_for, windows_of
 from damex.errors import ConfigError, DataError
 from damex.evaluation import MixtureMetric
+from damex.workbench.cli.train import set_tiles
 from tests.test_datasets.test_mixture import LOAD, file_truth
 
 PACK = dict(type="PackDetInputs")
+SMALLER = dict(type="Resize", scale=(16, 16), keep_ratio=True)
 DOUBLE = dict(type="Resize", scale_factor=2.0, keep_ratio=True)
 TEST = [LOAD[0], DOUBLE, LOAD[1], PACK]  # as of configs: boxes are not resized
 
@@ -60,6 +65,98 @@ def test_windows_are_cut_behind_the_steps_that_load(test_mode, types):
     assert tiled(LOAD, None, test_mode=test_mode, where="here") is LOAD
     with pytest.raises(ConfigError, match=r"here: tile=32 .*LoadImageFromFile"):
         tiled([PACK], 32, test_mode=test_mode, where="here")
+
+
+def boxes(*sides):
+    """Boxes and sizes of their images, of 400 x 300 pixels."""
+    box_N4 = np.array([[5.0, 5, side, side] for side in sides]).reshape(-1, 4)
+    return box_N4, np.full((len(sides), 2), (400.0, 300.0))
+
+
+@pytest.mark.parametrize(
+    ("sides", "scale", "tile", "reason"),
+    [
+        # Scaled by 1/4: 15, 15.75, 16.25 and 20.
+        ((60, 63, 65, 80), (100, 100), 200, "2 of 4 boxes are below 16 px"),
+        ((60, 65, 66, 80), (100, 100), None, "1 of 4 boxes are below 16 px"),
+        # As mmcv, by the shorter side: 300 becomes 50.
+        ((95, 97, 98, 80), (100, 50), 200, "2 of 4 boxes are below 16 px"),
+        # Scaled by 1/16: 1.5 becomes 12 in an eighth; 0.4 never 8 without enlarging.
+        ((24, 24, 24, 80), (25, 25), 50, "4 of 4 boxes"),
+        ((6, 6, 6, 80), (25, 25), 25, "4 of 4 boxes"),
+        # Sides below a pixel are not trained, so they do not count.
+        ((0.5, 0.5, 60, 80), (100, 100), 200, "1 of 2 boxes are below 16 px"),
+        ((5, 6), (267, 267), None, "but images have only 400 px"),
+        ((), (100, 100), None, "0 of 0 boxes"),
+    ],
+)
+def test_windows_are_chosen_by_the_sizes_of_boxes(sides, scale, tile, reason):
+    advice = advice_for(*boxes(*sides), scale)
+    assert advice.tile == tile
+    assert reason in advice.reason
+    views = {None: 0, 200: 3 * 2, 50: 11 * 8, 25: 21 * 16}[tile]
+    assert (f"an image is {views} views" in advice.reason) == (tile is not None)
+
+
+def test_auto_becomes_a_number_in_the_config(two_datasets, tmp_path):
+    train = dict(dataset=dict(type="MixtureDataset", pipeline=[SMALLER]))
+    broken = tmp_path / "broken.json"
+    broken.write_text("[]")
+    entries = [
+        dict(two_datasets[0], tile="auto"),
+        dict(two_datasets[1], tile=20),
+        dict(two_datasets[0], name="broken", train=str(broken), tile="auto"),
+        dict(name="folder", root=str(tmp_path / "no"), tile="auto"),
+    ]
+    cfg = dict(mixture=entries, train_dataloader=train)
+    notes = choose_tiles(cfg)
+    assert [entry["tile"] for entry in entries] == [24, 20, None, None]
+    assert notes[0].startswith(f"tile='auto' of {entries[0]['name']} is windows of 24")
+    # The loader says what is wrong with the others.
+    assert ["annotations cannot be read" in one for one in notes] == [False, True, True]
+    assert choose_tiles(cfg) == []
+
+
+def test_auto_needs_boxes_a_size_and_a_config(two_datasets):
+    data = dict(type=Unsized, metainfo=dict(classes=("car",)))
+    for entry, steps, text in (
+        (dict(name="a", train=data, val=data), [SMALLER], "'a': .*is a dataset class"),
+        (two_datasets[0], LOAD, "needs a Resize with a scale in the pipeline"),
+    ):
+        train = dict(dataset=dict(type="MixtureDataset", pipeline=steps))
+        with pytest.raises(ConfigError, match=text):
+            choose_tiles(
+                dict(mixture=[{**entry, "tile": "auto"}], train_dataloader=train)
+            )
+    with pytest.raises(
+        ConfigError, match="tile='auto' belongs into the mixture of a c"
+    ):
+        MixtureDataset(datasets=[dict(two_datasets[0], tile="auto")], pipeline=LOAD)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["auto"], ["auto", "auto"]),
+        (["64", "b=c=32"], [64, 32]),
+        (["a=auto"], ["auto", None]),
+        (["c=32"], r"--tile c=32: the mixture has no dataset 'c'; .*a, b=c"),
+        (
+            ["a=big"],
+            "--tile a=big: expected the side of a window in pixels .* got 'big'",
+        ),
+        (["a="], "got ''"),
+        (["-1"], "got '-1'"),
+    ],
+)
+def test_tile_of_the_command_line(words, expected):
+    cfg = Config(dict(mixture=[dict(name="a"), dict(name="b=c")]))
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            set_tiles(cfg, words)
+        return
+    set_tiles(cfg, words)
+    assert [entry.get("tile") for entry in cfg.mixture] == expected
 
 
 def test_boxes_cut_by_a_crop_are_ignored_below_a_share():
@@ -223,9 +320,11 @@ def test_images_without_a_size_are_named():
 def test_a_training_on_windows_is_scored_on_images(config, tmp_path, capfd):
     """In training, by ``damex test``, and from the checkpoint alone."""
     work = tmp_path / "work"
-    options = ["--work-dir", str(work), "--cfg-options", "mixture.0.tile=24"]
+    options = ["--work-dir", str(work), "--tile", "park=auto", "street=24"]
     assert main(["train", str(config), *options]) == 0
-    assert "trained on street (5, tile=24), park (3)" in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert "trained on street (5, tile=24), park (3)" in said
+    assert "tile='auto' of park is whole images: " in said
     files = [str(next(work.glob("*.py"))), str(work / "epoch_1.pth")]
     assert main(["test", *files, "--work-dir", str(work)]) == 0
     tested = json.loads((work / "test_summary.json").read_text())["datasets"]

@@ -403,6 +403,23 @@ def test_the_whole_image_tells_the_dataset_that_has_a_tile(
         assert one.path == other.path
 
 
+def test_windows_can_be_chosen_at_prediction(with_mixture, predictor, photos):
+    paths = sorted(photos.rglob("*.*"))
+    names = [dict(name=name) for name in predictor.datasets]
+    tiled = with_mixture([dict(one, tile=32) for one in names])
+    for dataset in ("auto", "street"):
+        seen = everything(tiled, paths, dataset=dataset)
+        chosen = everything(predictor, paths, dataset=dataset, tile=32)
+        whole = everything(tiled, paths, dataset=dataset, tile=None)
+        before = everything(predictor, paths, dataset=dataset)
+        for rows in (zip(seen, chosen, strict=True), zip(whole, before, strict=True)):
+            for one, other in rows:
+                assert_same(one, other)
+    for side in (15, True, "all", 32.0):
+        with pytest.raises(ConfigError, match=f"for whole images, got {side!r}"):
+            predictor(paths, tile=side)
+
+
 @pytest.mark.parametrize("mixture", [3, [3], [dict(name="street", tile="x")]])
 def test_a_strange_mixture_has_no_tile(with_mixture, predictor, mixture):
     image = picture(70, 40)

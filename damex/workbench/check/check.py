@@ -19,6 +19,7 @@ from damex.datasets.coco_checks import check_coco
 from damex.datasets.coco_records import Records
 from damex.datasets.coco_schema import Expectations
 from damex.datasets.findings import LEVELS, RULES, Finding, Location, truncate_findings
+from damex.datasets.geometry import choose_tiles
 from damex.datasets.image_files import ImageRecord, check_image, check_scales
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import SPLITS, Source, parse_mixture
@@ -231,7 +232,7 @@ def check_config(
     seconds: float = float("inf"),
     loaded: Inspection | None = None,
 ) -> Inspection:
-    """Check the datasets of a config with a ``mixture``.
+    """Check the datasets of a config with a ``mixture``; ``tile="auto"`` is chosen.
 
     ``quick`` does not decode images; images stop being opened after ``seconds``. Files
     that ``loaded`` has checked are not read again.
@@ -241,6 +242,7 @@ def check_config(
     """
     progress = progress or Bar()
     inspection = loaded or Inspection(quick=quick)
+    choose_tiles(cfg)
     specs = parse_mixture(cfg["mixture"])
     dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}
     mode = dataset.get("label_space") or cfg.get("label_space") or "union"

@@ -200,7 +200,7 @@ def expectations(
         filter_empty=dataset.get("filter_empty", True),
         scales=image_scales(pipeline),
         kept_scales=image_scales(pipeline, keep_ratio=True),
-        tile=spec.tile,
+        tile=spec.tile if isinstance(spec.tile, int) else None,
         num_queries=queries if isinstance(queries, int) else None,
         applies_exif=applies_exif(pipeline),
     )

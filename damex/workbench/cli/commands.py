@@ -56,6 +56,7 @@ app = program(
     "damex train quickstart",
     "damex train --data fish=data/fish data/boards --epochs 12",
     "damex train --data data/cats data/dogs --complete",
+    "damex train --data data/birds data/streets --tile streets=320",
     "damex train configs/my_mixture.py --cfg-options max_epochs=12 moe=dense",
     "damex train configs/my_mixture.py --resume",
 )
@@ -72,6 +73,7 @@ def train(
         ),
     ] = (),
     model: Annotated[str | None, Parameter(help=models_help())] = None,
+    tile: Annotated[tuple[str, ...], Parameter(metavar="[NAME=]PIXELS|auto...")] = (),
     epochs: PositiveInt | None = None,
     device: Device = None,
     cfg_options: CfgOptions = (),
@@ -89,6 +91,8 @@ def train(
     """Train a detector on several datasets.
 
     Args:
+        tile: Windows for small objects: their side in pixels of the images, for all
+            datasets or for NAME; 'auto' chooses from the sizes of the boxes.
         epochs: Number of epochs (default: that of the config).
         work_dir: Folder for logs and checkpoints.
         launcher: How the processes were started; 'pytorch' for torchrun.
@@ -157,6 +161,8 @@ def predict(
     min_score: Share = 0.3,
     min_probability: Share = 0.5,
     batch_size: PositiveInt = 8,
+    tile: Annotated[int | None, Parameter(metavar="PIXELS")] = None,
+    no_tile: bool = False,
     device: Device = None,
     trust: Trust = False,
 ) -> None:
@@ -172,6 +178,9 @@ def predict(
         min_score: Leave out detections below this score.
         min_probability: Mark images whose dataset is less probable; for auto.
         batch_size: Images per batch.
+        tile: Look through windows of this side (default: as in the training of the
+            dataset).
+        no_tile: Look at whole images.
     """
 
 

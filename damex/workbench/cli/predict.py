@@ -50,6 +50,8 @@ def predict(
     min_score: float,
     min_probability: float,
     batch_size: int,
+    tile: int | None,
+    no_tile: bool,
     device: str | None,
     trust: bool,
 ) -> int:
@@ -57,6 +59,8 @@ def predict(
 
     Return 1 if a file could not be read, 130 after Ctrl-C, else 0.
     """
+    if no_tile and tile is not None:
+        raise ConfigError("--tile and --no-tile contradict each other; give one.")
     paths = find_images(images, videos=True)
     files = [Path(file) for file in (json, csv) if file is not None]
     check_outputs(files, [*paths, Path(checkpoint)])
@@ -76,6 +80,7 @@ def predict(
     problems: list[DataError] = []
     found = predictor.stream(
         *(paths, dataset, min_score, batch_size),
+        tile=None if no_tile else tile or "auto",
         keep_images=draw is not None,
         skip=problems.append,
     )

@@ -24,7 +24,7 @@ from damex.engine.config import (
     label_space_of,
     load_config,
 )
-from damex.errors import ConfigError, printable
+from damex.errors import ConfigError, did_you_mean, printable
 from damex.files import write_json
 from damex.options import option_of
 from damex.workbench.api import run_damex
@@ -33,7 +33,7 @@ from damex.workbench.check.labels import class_notes
 from damex.workbench.zero_config import config_of_folders, named_folders, run_name
 
 # The completed datasets have the classes of the mixture, and folders of their own.
-_OF_LABELS = re.compile(r"label_space=|mixture\.\d+\.(?!group\b|weight\b)")
+_OF_LABELS = re.compile(r"label_space=|mixture\.\d+\.(?!(group|weight|tile)\b)")
 
 
 def train(
@@ -41,6 +41,7 @@ def train(
     *,
     data: Sequence[str],
     model: str | None,
+    tile: Sequence[str],
     epochs: int | None,
     device: str | None,
     amp: bool,
@@ -59,7 +60,7 @@ def train(
         raise ConfigError("--model belongs to --data: a config sets its own model.")
     if complete:
         rare = amp or auto_scale_lr or resume is not None
-        train_completed(data, model, epochs, device, rare=rare, **run)
+        train_completed(data, model, epochs, device, tile=tile, rare=rare, **run)
         return
     use_device(device)
     alike: list[Pair] = []
@@ -67,6 +68,7 @@ def train(
     if isinstance(start, Config):
         alike = share_experts(start.mixture)
     cfg = load_config(start, resumes=resume is not None, **run)
+    set_tiles(cfg, tile)
     if has_experts(cfg):
         _print_shared(cfg.get("mixture") or (), alike)
     if epochs is not None:
@@ -82,6 +84,29 @@ def train(
     runner = build_runner(cfg)
     _print_classes(runner, data)
     runner.train()
+
+
+def set_tiles(cfg: Config, words: Sequence[str]) -> None:
+    """Set ``tile`` of entries of the mixture; words are as of ``--tile``.
+
+    Raises:
+        ConfigError: If a dataset or a value is unknown.
+    """
+    entries = {entry["name"]: entry for entry in cfg.get("mixture") or ()}
+    for word in words:
+        name, equals, value = word.rpartition("=")
+        if value != "auto" and not value.isdecimal():
+            raise ConfigError(
+                f"--tile {word}: expected the side of a window in pixels or auto, or "
+                f"NAME= and one of these, got {value!r}."
+            )
+        if equals and name not in entries:
+            raise ConfigError(
+                f"--tile {word}: the mixture has no dataset {name!r}; "
+                f"{did_you_mean(name, entries)}"
+            )
+        for key in [name] if equals else entries:
+            entries[key]["tile"] = value if value == "auto" else int(value)
 
 
 def _scale_lr(cfg: Config) -> None:
@@ -206,6 +231,7 @@ def train_completed(
     epochs: int | None,
     device: str | None,
     *,
+    tile: Sequence[str] = (),
     work_dir: str | None,
     cfg_options: Sequence[str],
     launcher: str = "none",
@@ -226,14 +252,15 @@ def train_completed(
     if not data or rare or launcher != "none" or "RANK" in os.environ:
         raise ConfigError(
             "--complete takes --data FOLDER FOLDER and, of the other options, --model, "
-            "--epochs, --device, --work-dir and --cfg-options; if it is interrupted, "
-            "repeat it: what is finished is kept. For a config or several GPUs, run "
-            "damex train, damex data complete and damex train one by one."
+            "--tile, --epochs, --device, --work-dir and --cfg-options; if it is "
+            "interrupted, repeat it: what is finished is kept. For a config or several "
+            "GPUs, run damex train, damex data complete and damex train one by one."
         )
     folders = named_folders(data)
     base = Path(work_dir or f"work_dirs/{run_name(folders)}")
     start = config_of_folders(folders, model or "tiny")
     cfg = load_config(start, cfg_options=cfg_options)
+    set_tiles(cfg, tile)
     space, total = _checked(cfg, epochs)
     if not class_notes(space)[1]:
         raise ConfigError(
@@ -242,9 +269,11 @@ def train_completed(
         )
     teacher, completed = base / "teacher", base / "completed"
     words = dict(data=folders, model=model, epochs=total, options=[*cfg_options])
+    words |= dict(tile=[*tile]) if tile else {}
     _remember(base / "complete.json", words)
     given = [] if device is None else ["--device", device]
     common = [*given, *([] if model is None else ["--model", model])]
+    common += ["--tile", *tile] if tile else []
     if not (teacher / "summary.json").exists():
         half = ["--epochs", str(total // 2), "--work-dir", str(teacher)]
         settings = ["--cfg-options", *cfg_options] if cfg_options else []
