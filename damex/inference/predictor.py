@@ -156,6 +156,12 @@ class Predictor:
                 "of an image, so all classes are detected; name a dataset to detect "
                 f"only its classes: {', '.join(self.datasets)}."
             )
+            seen = [name for name in self.datasets if self._tile_of([name])]
+            if seen and self._tile_of([*self.datasets]) is None:
+                self.auto_note += printable(
+                    f" In training it saw {', '.join(seen)} through windows, and now "
+                    "it sees whole images: name the dataset, or the side (tile)."
+                )
         self._inputs = Inputs(self._stored.pipeline)
         self._lock = threading.Lock()  # a step leaves its routes in the detector
 
