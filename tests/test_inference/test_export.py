@@ -7,6 +7,7 @@ from pathlib import Path
 
 import cv2
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from mmdet.models.detectors import DeformableDETR
@@ -565,6 +566,23 @@ def test_the_code_of_the_docs_runs_without_torch(save, tmp_path, run_alone):
         words = re.sub(r"[\[\]]", "", line).split()
         assert words[0] == name
         assert [*map(float, words[1:])] == pytest.approx([score, *box], abs=0.06)
+
+
+@pytest.mark.slow
+def test_the_windows_of_the_docs_find_what_predict_finds(save, tmp_path):
+    page = (ROOT / "docs/guides/exporting.md").read_text("utf-8")
+    (code,) = re.findall(r"```python\n(TILE = [^`]*)```", page)
+    checkpoint, file = save(), tmp_path / "park.onnx"
+    assert export(checkpoint, file) == 0
+    names = dict(session=onnxruntime.InferenceSession(file), np=np)
+    exec(code.replace("TILE = 320", "TILE = 64"), names)
+    image = pictures((90, 150), 1, seed=3)[0]
+    boxes, scores, _ = names["by_windows"](image)
+    found = Predictor(checkpoint)(image, dataset="park", min_score=0.0, tile=64)[0]
+    assert len(found.scores) > 100  # of several windows
+    assert len(scores) == len(found.scores)
+    np.testing.assert_allclose(scores, found.scores, atol=1e-4)
+    np.testing.assert_allclose(boxes[:20], found.boxes[:20], atol=0.05)
 
 
 def best_of(prediction):
