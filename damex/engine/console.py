@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -55,9 +54,8 @@ class ProgressHook(Hook):
         self._console = Console(
             file=sys.stdout, quiet=not is_main_process(), markup=False, emoji=False
         )
-        self._bar = Bar(self._console, stays=True)
+        self._bar = self._new_bar()
         self._paces: dict[str, Pace] = {}
-        self._last_line = 0.0
 
     def before_train(self, runner: Runner) -> None:
         """Describe the run and open the bar."""
@@ -103,26 +101,18 @@ class ProgressHook(Hook):
         if isinstance(runner._train_loop, BaseLoop) and runner.iter < runner.max_iters:
             self._open("train", runner.max_iters, runner.iter)
 
+    def _new_bar(self) -> Bar:
+        return Bar(self._console, stays=True, every_seconds=self.every_seconds)
+
     def _open(self, label: str, total: int, done: int) -> None:
         self.close()
-        self._last_line = time.monotonic()
-        self._bar = Bar(self._console, stays=True)
+        self._bar = self._new_bar()
         pace = self._paces.setdefault(label, Pace(total))
         self._bar.begin(label, total, done=done, pace=pace)
         self._bar.start()
 
     def _advance(self, done: int, status: str) -> None:
         self._bar.step(status, done=done)
-        task, now = self._bar.tasks[0], time.monotonic()
-        is_due = now - self._last_line >= self.every_seconds or task.finished
-        if self._console.is_terminal or not is_due:
-            return
-        self._last_line = now
-        self._console.print(
-            f"{task.description:>8} {done}/{task.total}  "
-            f"{task.fields['left']} left  {status}",
-            highlight=False,
-        )
 
     def close(self) -> None:
         """Remove the bar from the screen."""

@@ -102,6 +102,30 @@ def test_lines_come_now_and_then_and_at_the_end(hook):
     assert "train 10/10  0:00:00 left" in lines(hook)[0]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (1.0, []),  # a short work says nothing
+        (10.0, ["look 2/3  0:00:10 left", "look 3/3  0:00:00 left"]),
+        (20.0, [f"look {n}/3  0:00:{60 - 20 * n:02} left" for n in (1, 2, 3)]),
+    ],
+)
+def test_long_work_of_a_command_says_how_far_it_is(monkeypatch, seconds, expected):
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    file = io.StringIO()
+    bar = progress.Bar(Console(file=file), every_seconds=15.0)
+    bar.begin("closed", 1)
+    clock[0] += 100.0
+    bar.step()
+    with bar:
+        bar.begin("look", 3)
+        for _ in range(3):
+            clock[0] += seconds
+            bar.step()
+    assert [line.strip() for line in file.getvalue().splitlines()] == expected
+
+
 def test_two_slow_steps_change_the_time_left_by_what_they_took(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
