@@ -174,7 +174,7 @@ def test_images_that_look_like_no_dataset_are_marked(predict, photos):
     first, counts, *_ = said.out.splitlines()
     assert first.endswith("looks like no dataset of the training")
     assert counts.startswith("1 image, ")
-    assert "warning: 1 of them look like no dataset" in said.out
+    assert "warning: 1 of them looks like no dataset" in said.out
     for quiet in (("--min-probability", 0), ("--dataset", "park")):
         _, said = predict(path, *quiet)
         assert "look" not in said.out

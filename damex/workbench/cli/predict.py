@@ -313,11 +313,11 @@ def _summary(
     """Closing report with counts and problems."""
     numbers = [(counts[f"{one}s"], one) for one in ("image", "object")]
     lines = [", ".join(f"{n} {one}{'s' * (n != 1)}" for n, one in numbers)]
-    if counts["foreign"]:
+    if strange := counts["foreign"]:
         lines.append(
-            f"warning: {counts['foreign']} of them look like no dataset of the "
-            f"training (the most probable is below {least:g}); do not rely on their "
-            "detections"
+            f"warning: {strange} of them look{'s' * (strange == 1)} like no dataset of "
+            f"the training (the most probable is below {least:g}); do not rely on "
+            "such detections"
         )
     if problems:
         lines.append(f"error: {len(problems)} of {files} files could not be read:")
