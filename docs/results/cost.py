@@ -1,6 +1,7 @@
 """Print the time per image and the size of detectors: ``cost.py FILE [FILE ...]``.
 
-A file is a checkpoint, or the ``.onnx`` file of ``damex export``. All take turns, an
+A file is a checkpoint, or the ``.onnx`` file of ``damex export``. A checkpoint with
+``@320`` looks through windows of 320 pixels, after the whole image. All take turns, an
 image at a time, on one thread; decoding of images is excluded.
 """
 
@@ -37,8 +38,9 @@ def main(files: list[str]) -> None:
 def runner(file: str) -> Callable[[Image.Image], object]:
     """The detector of a file, called with one RGB image."""
     if not file.endswith(".onnx"):
-        detector = damex.load(file)
-        return lambda image: list(detector.predict([image]))
+        file, _, side = file.partition("@")
+        detector, tile = damex.load(file), int(side) if side else None
+        return lambda image: list(detector.predict([image], tile=tile))
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -51,6 +53,7 @@ def megabytes(file: str) -> float:
     """The weights of a checkpoint without its optimizer, or the whole ``.onnx``."""
     if file.endswith(".onnx"):
         return Path(file).stat().st_size / 1e6
+    file = file.partition("@")[0]
     weights = torch.load(file, map_location="cpu", weights_only=False)["state_dict"]
     return sum(one.nbytes for one in weights.values()) / 1e6
 

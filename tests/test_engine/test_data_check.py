@@ -70,6 +70,17 @@ def test_all_errors_are_counted_and_the_first_is_said(
     assert "There are 5 more errors in the data (6 image-missing)" in said
 
 
+def test_small_objects_are_said_before_the_training(write_config, logger):
+    """Windows would raise AP, and nobody looks for a setting without a reason."""
+    cfg = Config.fromfile(write_config())
+    resize = dict(type="Resize", scale=(16, 16), keep_ratio=True)
+    cfg.train_dataloader.dataset.pipeline = [resize]
+    assert refusal(cfg, logger) is None
+    said = [text for text in warnings_of(logger) if "are below 16 px" in text]
+    assert len(said) == len(cfg.mixture) == 2
+    assert all("if tile=24 (or 'auto') in the mixture entry" in text for text in said)
+
+
 def test_train_and_val_of_the_same_images_are_a_warning(write_config, logger):
     assert refusal(Config.fromfile(write_config()), logger) is None
     [said] = warnings_of(logger)

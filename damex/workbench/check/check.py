@@ -300,7 +300,7 @@ def refusal(
     """Run the quick check on a config's training and validation data.
 
     Files that ``loaded`` has checked are not read again. The log gets warnings in one
-    line, and all findings at level info. Returns why training is not possible, or None.
+    line, what can raise AP by itself, and all findings at level info. Returns why training is not possible, or None.
     """
     splits = ["train", *(["val"] if cfg.get("val_dataloader") else [])]
     findings = check_config(
@@ -320,7 +320,7 @@ def refusal(
     if kinds:
         logger.warning(f"data check: {kinds}; run damex data check CONFIG.")
     for finding in findings:
-        if finding.kind == "not-checked" or (
+        if finding.kind in ("not-checked", "boxes-small") or (
             finding.kind == "looks-alike" and finding.level == "warning"
         ):
             logger.warning(f"data check: {finding.message}")
