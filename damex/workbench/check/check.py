@@ -300,7 +300,8 @@ def refusal(
     """Run the quick check on a config's training and validation data.
 
     Files that ``loaded`` has checked are not read again. The log gets warnings in one
-    line, what can raise AP by itself, and all findings at level info. Returns why training is not possible, or None.
+    line, small objects and alike datasets in their own, and all findings at level info.
+    Returns why training is not possible, or None.
     """
     splits = ["train", *(["val"] if cfg.get("val_dataloader") else [])]
     findings = check_config(
