@@ -225,10 +225,12 @@ def _check_boxes(records: Records, expected: Expectations) -> Iterator[Finding]:
         advice = advice_for(box_N4[sound_N], size_N2[sound_N], scale)
         is_whole = expected.tile is None and records.location.split == "train"
         if is_whole and advice.tile is not None:
+            name, tile = records.location.dataset, advice.tile
             text = (
-                f"{advice.reason}, if tile={advice.tile} (or 'auto') in the mixture "
-                f"entry shows windows of {advice.tile} px, in which objects are twice "
-                "as large."
+                f"{advice.reason}. tile={tile} in the mixture entry (damex train --tile "
+                f"{name}={tile}) shows windows of {tile} px, in which objects look "
+                f"larger; an image is then {advice.views} views in evaluation and "
+                "prediction."
             )
             yield records.location.finding(
                 "boxes-small", None, text, count=advice.small

@@ -111,10 +111,13 @@ def choose_tiles(cfg: Mapping[str, Any]) -> list[str]:
         if not isinstance(entry, dict) or entry.get("tile") != "auto":
             continue
         spec = DatasetSpec.from_config(entry, number)
-        tile, reason, _ = _advice_of(spec, common)
+        tile, reason, _, views = _advice_of(spec, common)
         entry["tile"] = tile
-        chosen = "whole images" if tile is None else f"windows of {tile} px"
-        notes.append(f"tile='auto' of {spec.name} is {chosen}: {reason}.")
+        chosen, cost = "whole images", ""
+        if tile is not None:
+            chosen = f"windows of {tile} px"
+            cost = f"; an image is {views} views in evaluation and prediction"
+        notes.append(f"tile='auto' of {spec.name} is {chosen}: {reason}{cost}.")
     return notes
 
 

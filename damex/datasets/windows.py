@@ -47,11 +47,13 @@ class Advice(NamedTuple):
         tile: Side of the windows; None where whole images do.
         reason: In words.
         small: Number of boxes below `SMALL` pixels where whole images are resized.
+        views: Number of windows of an image of median size.
     """
 
     tile: int | None
     reason: str
     small: int
+    views: int = 1
 
 
 def advice_for(
@@ -84,8 +86,7 @@ def advice_for(
         parts *= 2
     tile, (width, height) = round(longest / parts), np.median(size_N2[used_N], axis=0)
     views = len(windows_of(round(width), round(height), tile))
-    reason += f"; an image is {views} views in evaluation and prediction"
-    return Advice(tile, reason, small)
+    return Advice(tile, reason, small, views)
 
 
 def sides_in_training(

@@ -416,7 +416,9 @@ def test_windows_are_recommended_where_they_show_more_pixels(
     findings = dataset.check(train_dataloader=loader(resize), entry=entry)
     assert [one.kind for one in findings] == ["boxes-small"] * found
     assert all("42 of 42 boxes are below 16 px" in one.message for one in findings)
-    text = "an image is 6 views in evaluation and prediction, if tile=48 (or 'auto')"
+    text = (
+        "=48) shows windows of 48 px, in which objects look larger; an image is then 6"
+    )
     assert all(text in one.message for one in findings)
 
 

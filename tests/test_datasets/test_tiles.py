@@ -94,8 +94,7 @@ def test_windows_are_chosen_by_the_sizes_of_boxes(sides, scale, tile, reason):
     advice = advice_for(*boxes(*sides), scale)
     assert advice.tile == tile
     assert reason in advice.reason
-    views = {None: 0, 200: 3 * 2, 50: 11 * 8, 25: 21 * 16}[tile]
-    assert (f"an image is {views} views" in advice.reason) == (tile is not None)
+    assert advice.views == {None: 1, 200: 3 * 2, 50: 11 * 8, 25: 21 * 16}[tile]
 
 
 def test_auto_becomes_a_number_in_the_config(two_datasets, tmp_path):
@@ -112,6 +111,7 @@ def test_auto_becomes_a_number_in_the_config(two_datasets, tmp_path):
     notes = choose_tiles(cfg)
     assert [entry["tile"] for entry in entries] == [24, 20, None, None]
     assert notes[0].startswith(f"tile='auto' of {entries[0]['name']} is windows of 24")
+    assert notes[0].endswith("; an image is 6 views in evaluation and prediction.")
     # The loader says what is wrong with the others.
     assert ["annotations cannot be read" in one for one in notes] == [False, True, True]
     assert choose_tiles(cfg) == []

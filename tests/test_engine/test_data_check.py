@@ -78,7 +78,8 @@ def test_small_objects_are_said_before_the_training(write_config, logger):
     assert refusal(cfg, logger) is None
     said = [text for text in warnings_of(logger) if "are below 16 px" in text]
     assert len(said) == len(cfg.mixture) == 2
-    assert all("if tile=24 (or 'auto') in the mixture entry" in text for text in said)
+    for entry, text in zip(cfg.mixture, said, strict=True):
+        assert f"tile=24 in the mixture entry (damex train --tile {entry.name}=" in text
 
 
 def test_train_and_val_of_the_same_images_are_a_warning(write_config, logger):
