@@ -227,9 +227,9 @@ def _check_boxes(records: Records, expected: Expectations) -> Iterator[Finding]:
         if is_whole and advice.tile is not None:
             name, tile = records.location.dataset, advice.tile
             text = (
-                f"{advice.reason}. tile={tile} in the mixture entry (damex train --tile "
-                f"{name}={tile}) shows windows of {tile} px, in which objects look "
-                f"larger; an image is then {advice.views} views in evaluation and "
+                f"{advice.reason}. tile={tile} in the mixture entry (damex train "
+                f"--tile {name}={tile}) shows windows of {tile} px, in which objects "
+                f"look larger; an image is then {advice.views} views in evaluation and "
                 "prediction."
             )
             yield records.location.finding(
