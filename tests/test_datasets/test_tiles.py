@@ -156,6 +156,8 @@ def test_tile_of_the_command_line(words, expected):
             set_tiles(cfg, words)
         return
     set_tiles(cfg, words)
+    with pytest.raises(ConfigError, match="the config has none"):
+        set_tiles(Config(dict(mixture=None)), words)
     assert [entry.get("tile") for entry in cfg.mixture] == expected
 
 

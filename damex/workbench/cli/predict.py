@@ -80,7 +80,7 @@ def predict(
     problems: list[DataError] = []
     found = predictor.stream(
         *(paths, dataset, min_score, batch_size),
-        tile=None if no_tile else tile or "auto",
+        tile=None if no_tile else "auto" if tile is None else tile,
         keep_images=draw is not None,
         skip=problems.append,
     )

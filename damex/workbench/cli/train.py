@@ -90,9 +90,11 @@ def set_tiles(cfg: Config, words: Sequence[str]) -> None:
     """Set ``tile`` of entries of the mixture; words are as of ``--tile``.
 
     Raises:
-        ConfigError: If a dataset or a value is unknown.
+        ConfigError: If a dataset or a value is unknown, or there is no mixture.
     """
     entries = {entry["name"]: entry for entry in cfg.get("mixture") or ()}
+    if words and not entries:
+        raise ConfigError("--tile is for datasets of a mixture; the config has none.")
     for word in words:
         name, equals, value = word.rpartition("=")
         if value != "auto" and not value.isdecimal():
