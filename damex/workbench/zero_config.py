@@ -121,12 +121,15 @@ def mixture_of(folders: Mapping[str, str]) -> list[dict[str, Any]]:
     ]
 
 
-def config_of_folders(folders: Mapping[str, str], model: str = "tiny") -> Config:
+def config_of_folders(
+    folders: Mapping[str, str], model: str = "tiny", *, needs_model: bool = True
+) -> Config:
     """Return the config of a shipped detector for some datasets.
 
     Args:
         folders: Folder of each dataset, by name, in any format that damex reads.
         model: A name of `MODELS`.
+        needs_model: Whether to import what builds the detector: all of mmdet.
 
     Raises:
         ConfigError: If the model is unknown, or there is no dataset.
@@ -137,7 +140,7 @@ def config_of_folders(folders: Mapping[str, str], model: str = "tiny") -> Config
         raise ConfigError(f"there is no model {model!r}; {did_you_mean(model, MODELS)}")
     if not folders:
         raise ConfigError("there is no dataset; name the folder of one or more.")
-    cfg = read_config(MODELS[model].config)
+    cfg = read_config(MODELS[model].config, needs_model=needs_model)
     if MODELS[model].name is not None:
         cfg.model.name = MODELS[model].name
     cfg.mixture = mixture_of(folders)

@@ -105,6 +105,16 @@ def test_a_folder_stands_for_a_config_of_one_dataset(
     assert fault in run(command, missing)[2]
 
 
+def test_a_folder_is_checked_as_a_training_on_it_would_see_it(dataset, run):
+    """Images of 96 pixels are not shrunk to 256; where they are to 48, boxes are."""
+    dataset.write()
+    assert "boxes-small" not in run("check", dataset.root)[1]
+    out = run("check", dataset.root, "--cfg-options", "image_size=48")[1]
+    assert "are below 16 px where images are scaled to 48 x 48. tile=48" in " ".join(
+        out.split()
+    )
+
+
 def test_a_report_that_cannot_be_written_is_refused_before_the_check(
     dataset, run, tmp_path
 ):

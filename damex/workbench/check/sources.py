@@ -28,13 +28,14 @@ from damex.datasets.spec import SPLITS, DatasetSpec, Source, coco_paths
 from damex.errors import ConfigError, DataError
 from damex.options import parse_options
 from damex.workbench.formats import conversion  # noqa: F401 - readers of root=
-from damex.workbench.zero_config import mixture_of, named_folders
+from damex.workbench.zero_config import config_of_folders, named_folders
 
 
 def mixture_config_of(data: str | Sequence[str], options: Sequence[str] = ()) -> Config:
     """Read the config, or the dataset folders, of a command about data.
 
-    Folders are words as of ``damex train --data``; their config has no ``filename``.
+    Folders are words as of ``damex train --data``, and their config is the one that it
+    would train, without a ``filename``.
 
     Raises:
         ConfigError: If the config cannot be read, has no mixture or is not alone, or if
@@ -47,8 +48,10 @@ def mixture_config_of(data: str | Sequence[str], options: Sequence[str] = ()) ->
                 f"{word} is not a folder. Name folders only; or one config alone, with "
                 "all datasets in its mixture."
             )
-        cfg = Config(dict(mixture=mixture_of(named_folders(words))))
+        folders = named_folders(words)
+        cfg = Config(config_of_folders(folders, needs_model=False).to_dict())
         merge_options(cfg, parse_options(options))
+        set_image_size(cfg)
         return cfg
     try:
         find_config(config)
