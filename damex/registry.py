@@ -36,7 +36,6 @@ for part in (
     moe.ExpertCapacity,
     moe.FFNExperts,
     moe.LowRankExperts,
-    moe.AffineExperts,
     moe.SharedExpert,
     moe.DatasetRoutingLoss,
     moe.LoadBalanceLoss,

@@ -29,7 +29,6 @@ arms = dict(
         moe=dict(num_experts=16, router=dict(type="HierarchicalRouter"))
     ),
     rank_16=dict(moe=dict(experts=dict(rank=16))),
-    affine=dict(moe=dict(experts=dict(type="AffineExperts"))),
     whole_ffns_near_their_mean=dict(
         moe=whole_ffns,
         custom_hooks=[dict(type="ExpertMeanDecayHook", decay=1.0)],

@@ -59,6 +59,7 @@ LENGTH = Rule(
 )
 POSITIVE = Rule("a number above 0", lambda v: type(v) in (int, float) and v > 0.0)
 LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
+ONE_DATASET = ("CocoMetric", "VOCMetric")  # of mmdet; MixtureMetric is for several
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 # Settings by name; "*" is any dataloader. None (the default) is allowed unless the name
@@ -197,6 +198,15 @@ def _check_dataset(cfg: Mapping[str, Any], loader: str) -> None:
             f"mixture is None or missing, and {loader} has a MixtureDataset; set "
             "mixture=[dict(name=..., ...), ...], as in configs/own_datasets.py."
         )
+    key = loader.replace("dataloader", "evaluator")
+    metrics: Any = cfg.get(key) or ()
+    for metric in [metrics] if is_dict(metrics) else metrics:
+        if mixture_datasets(dataset) and metric.get("type") in ONE_DATASET:
+            raise ConfigError(
+                f"{loader} has a MixtureDataset, and the {metric['type']} of {key} "
+                f"reads one annotation file; set {key}=dict(_delete_=True, "
+                "type='MixtureMetric')."
+            )
 
 
 def _check_sizes(config: Any, loader: str) -> None:
@@ -361,15 +371,23 @@ def _set_batch_size(loader: dict) -> None:
 
 
 def _set_num_classes(model: dict, space: LabelSpace) -> None:
-    """Set the number of classes of the head; a contradiction is an error."""
-    head = model.get("bbox_head")
-    if not isinstance(head, dict):
-        return
-    typed = head.get("num_classes")
-    if typed is not None and typed != space.num_classes:
-        raise ConfigError(
-            f"model.bbox_head.num_classes is {typed}, but the mixture of "
-            f"{', '.join(space.dataset_names)} has {space.num_classes} classes; leave "
-            "num_classes out (or None), it follows from the mixture."
-        )
-    head["num_classes"] = space.num_classes
+    """Set the number of classes of the heads; a contradiction is an error."""
+    for place, head in _heads(model, "model"):
+        typed = head.get("num_classes")
+        if typed is not None and typed != space.num_classes:
+            raise ConfigError(
+                f"{place}.num_classes is {typed}, but the mixture of "
+                f"{', '.join(space.dataset_names)} has {space.num_classes} classes; "
+                "leave num_classes out (or None), it follows from the mixture."
+            )
+        head["num_classes"] = space.num_classes
+
+
+def _heads(config: Mapping[str, Any], place: str) -> Iterator[tuple[str, dict]]:
+    """The ``bbox_head`` of a detector, or those of its stages, each with its place."""
+    for key, value in config.items():
+        if key == "bbox_head":
+            stages = value if isinstance(value, (list, tuple)) else [value]
+            yield from ((f"{place}.{key}", one) for one in stages if is_dict(one))
+        elif is_dict(value):
+            yield from _heads(value, f"{place}.{key}")

@@ -16,7 +16,7 @@ from mmdet.utils import reduce_mean
 from mmengine.dist import get_world_size
 from torch import Tensor, nn
 
-from damex.models.ignoring import IGNORED_LOGIT
+from damex.models.detection_losses import IGNORED_LOGIT
 
 CLASSIFICATION = ("vfl", "mal", "labels")  # names of Transformers' losses
 # RF-DETR's takes log(sigmoid(x)), which IGNORED_LOGIT would make infinite, and -30 in
@@ -31,7 +31,7 @@ class ScoresOfLoss(nn.Module):
     use_sigmoid = True
 
     def forward(self, scores_RC: Tensor, labels_R: Tensor) -> Tensor:
-        """Return the scores as the hooks of :mod:`damex.models.ignoring` leave them."""
+        """Return the scores as the hooks of damex's ``ignoring`` leave them."""
         return scores_RC
 
 
@@ -57,7 +57,7 @@ class TransformersHead(nn.Module):
         return logits_LBQC, boxes_LBQ4
 
     def get_targets(self, logits_BQC: Tensor, boxes_BQ4: Sequence[Tensor]) -> None:
-        """Called before each loss; :mod:`damex.models.ignoring` reads the boxes."""
+        """Called before each loss: damex's ``ignoring`` reads the boxes."""
 
 
 def share_of_boxes(num_boxes: int, *, images: Tensor) -> float:

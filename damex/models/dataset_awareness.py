@@ -154,7 +154,7 @@ class DatasetAwareness(nn.Module):
                 self._clear()
 
     def ignored_if_found(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Arguments of :func:`damex.models.ignoring.ignoring` for a batch."""
+        """Arguments of :func:`damex.models.detection_losses.ignoring` for a batch."""
         above = self.config.ignore_unannotated_classes
         if isinstance(above, bool):
             return {}

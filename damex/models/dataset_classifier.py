@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from damex.models.ignoring import IGNORED_LOGIT
+from damex.models.detection_losses import IGNORED_LOGIT
 from damex.models.insertion import moe_blocks
 from damex.models.queries import selects_by_first_class
 from damex.moe import RoutingRecord

@@ -21,15 +21,15 @@ from mmengine.logging import print_log
 from torch import Tensor
 from torch.optim import Optimizer
 
-from damex.errors import ConfigError
+from damex.errors import ConfigError, check_number
 from damex.models.blocks import ffns_in_place
 from damex.models.build import resolved_moe
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
 from damex.models.dataset_classifier import restrict_to_predicted_group
+from damex.models.detection_losses import balanced_images, ignoring
 from damex.models.expert_parallel import missing_passes
-from damex.models.ignoring import ignoring
 from damex.models.insertion import (
     EXTENSIONS,
     counts_foreground,
@@ -67,6 +67,9 @@ class RoutedDetector(_Detector):
     Args:
         moe: See :class:`damex.models.config.MoEConfig`; None keeps the detector dense.
         num_groups: Number of dataset groups; filled in from the mixture.
+        image_balance: Weight of images with few objects, from 0 (objects weigh alike,
+            as in mmdet) to 1 (images weigh alike); see
+            :func:`damex.models.detection_losses.image_weights`.
         ignore_unannotated_classes, label_prior, dataset_head: See
             :class:`damex.models.dataset_awareness.DatasetAwarenessConfig`.
         label_coverage: Arguments of
@@ -90,6 +93,7 @@ class RoutedDetector(_Detector):
         *args: Any,
         moe: Mapping[str, Any] | None = None,
         num_groups: int | None = None,
+        image_balance: float = 0.0,
         ignore_unannotated_classes: bool | float = False,
         label_prior: Mapping[str, Any] | None = None,
         dataset_head: Mapping[str, Any] | None = None,
@@ -101,6 +105,8 @@ class RoutedDetector(_Detector):
         check_neck(self.backbone, kwargs.get("neck"))
         check_widths(self, kwargs.get("neck") or {})
         self.routing = RoutingContext()
+        check_number(type(self).__name__, "in [0, 1]", image_balance=image_balance)
+        self.image_balance = image_balance
         self.counts_tokens = False
         self.tally: RoutingTally | None = None
         self.channel_gating: Any = None
@@ -293,11 +299,13 @@ class RoutedDetector(_Detector):
         ratio_B2 = valid_ratio_of(images, samples)
         awareness = self.awareness
         found: dict[str, Any] = {}
+        balance = self.image_balance if learns else 0.0
         if learns and awareness is not None:
             found = awareness.ignored_if_found(samples or ())
         with (
             self.routing.step(valid_ratio_B2=ratio_B2, gates=gates, **known),
             awareness.step(self.bbox_head, samples) if awareness else nullcontext(),
+            balanced_images(self, samples or (), balance),
             ignoring(self, samples or (), **found) if learns else nullcontext(),
         ):
             yield

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401
 
-from damex.moe.experts import AffineExperts, FFNExperts, LowRankExperts, SharedExpert
+from damex.moe.experts import FFNExperts, LowRankExperts, SharedExpert
 from damex.moe.gates import BiasBalancer, ExpertCapacity, Gate, TopKGate
 from damex.moe.grouped import grouped_linear
 from damex.moe.layer import Experts, MoELayer

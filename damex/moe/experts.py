@@ -1,8 +1,7 @@
 """Experts, with one tensor per parameter for all of them: FFNs and adapters.
 
-Adapters (`LowRankExperts`, `AffineExperts`) are small corrections per expert, added to
-an FFN that all tokens share. They start at zero, so a layer starts as its shared FFN
-for any gate.
+Adapters (`LowRankExperts`) are small corrections per expert, added to an FFN that all
+tokens share. They start at zero, so a layer starts as its shared FFN for any gate.
 
 Axes: V real tokens, D model width, H hidden width, L rank, E experts, R rows sorted by
 expert.
@@ -261,41 +260,3 @@ class LowRankExperts(nn.Module):
             f"num_experts={self.num_experts}, embed_dims={self.embed_dims}, "
             f"rank={self.rank}"
         )
-
-
-class AffineExperts(nn.Module):
-    """E scales and shifts, x -> gamma_e * x + beta_e, all zero at the start.
-
-    FiLM (Perez et al., AAAI 2018, arXiv 1709.07871), as the cheapest baseline of
-    experts: D multiply-adds per token and 2 E D to look up its expert, without host
-    synchronization.
-    """
-
-    needs_shared_expert: ClassVar[bool] = True
-    expert_rows = ("gamma_ED", "beta_ED")
-    output_names: ClassVar[tuple[str, ...]] = ("gamma_ED", "beta_ED")
-
-    def __init__(self, num_experts: int, embed_dims: int) -> None:
-        super().__init__()
-        check_sizes("AffineExperts", num_experts=num_experts, embed_dims=embed_dims)
-        self.num_experts = num_experts
-        self.embed_dims = embed_dims
-        self.gamma_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
-        self.beta_ED = nn.Parameter(torch.empty(num_experts, embed_dims))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set all parameters to zero."""
-        nn.init.zeros_(self.gamma_ED)
-        nn.init.zeros_(self.beta_ED)
-
-    def forward(self, tokens_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Apply each expert to its segment of rows; `counts_E` must sum to R."""
-        both_EF = torch.cat([self.gamma_ED, self.beta_ED], dim=1)
-        both_RF = spread_over_rows(both_EF, counts_E, tokens_RD.shape[0])
-        gamma_RD, beta_RD = both_RF.chunk(2, dim=1)
-        return gamma_RD * tokens_RD + beta_RD
-
-    def extra_repr(self) -> str:
-        """Return the sizes, for `print(module)`."""
-        return f"num_experts={self.num_experts}, embed_dims={self.embed_dims}"

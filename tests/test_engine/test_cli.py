@@ -427,6 +427,8 @@ SETTINGS = {
     "moe.layers.decoder=[7]": "layer 7.*3 layers: 0 to 2",
     "moe.num_experts=1": "2 dataset groups.*set num_experts=2",
     "model.bbox_head.num_classes=80": "is 80.*has 4 classes.*leave num_classes out",
+    "model.roi_head.bbox_head.num_classes=80": "roi_head.bbox_head.num_classes is 80",
+    "val_evaluator.type=CocoMetric": "reads one annotation file; set val_evaluator=",
     "label_space=intersection": "must be one of .'union', .* got 'intersection'",
     "moe.gate.k=9": "moe.gate.k is 9.* 2 or less",
     "moe.gate.type=DenseSoftmaxGate": "moe.gate.k = 1.* moe.gate._delete_=True",

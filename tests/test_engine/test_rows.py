@@ -207,7 +207,6 @@ def test_all_that_damex_has_declares_its_rows():
         HierarchicalRouter=dict(embed_dims=8, num_groups=2),
         FFNExperts=dict(embed_dims=8, hidden_dims=8, activation="prelu"),
         LowRankExperts=dict(embed_dims=8),
-        AffineExperts=dict(embed_dims=8),
         PatchConvExperts=dict(in_channels=8, out_channels=8, patch_size=2),
         BiasBalancer=dict(),
     )

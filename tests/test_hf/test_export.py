@@ -274,7 +274,6 @@ def test_a_mixture_without_experts_is_a_folder_of_all_classes(save, tmp_path):
         (dict(image_vote=False), "every token chooses its expert, which no file"),
         (dict(losses=[]), "none that were trained to predict the dataset"),
         (dict(num_experts=3), "the dataset has 2 experts"),
-        (dict(experts=dict(type="AffineExperts")), "2 AffineExperts for 2 datasets"),
         (dict(router=dict(type="MLPRouter")), "and a MLPRouter; files of adapters"),
     ],
 )
@@ -332,7 +331,6 @@ def test_the_image_processor_shows_what_the_pipeline_shows(
 
 REFUSED = {
     "soft": (dict(moe=best(gate=dict(type="TopKGate", k=1))), "renormalize=False"),
-    "affine": (dict(moe=best(experts=dict(type="AffineExperts"))), "are AffineExperts"),
     "tanh": (dict(config=dict(encoder_activation_function="tanh")), "FFNs have tanh"),
     "sizes": (dict(steps=(RESIZE, dict(type="Pad", size_divisor=32))), "in one size"),
     "steps": (dict(steps=(dict(type="RandomFlip"), RESIZE)), "applies LoadImageFrom"),

@@ -207,7 +207,6 @@ LOW_RANK = dict(
 KINDS = {
     "whole FFNs": {},
     "low-rank maps": LOW_RANK,
-    "affine maps": {**LOW_RANK, "experts": dict(type="AffineExperts")},
     "a norm before": dict(block=dict(norm="pre"), router=dict(type="CosineRouter")),
 }
 

@@ -96,13 +96,6 @@ REFUSALS = {
         "its experts belong to no dataset",
     ),
     "several": ({"num_experts": 6}, "the dataset has 2 experts"),
-    "affine": (
-        {
-            "experts": dict(type="AffineExperts"),
-            "shared_expert": dict(type="SharedExpert"),
-        },
-        "its experts are AffineExperts",
-    ),
     "linear": (
         {
             "experts": dict(type="LowRankExperts"),

@@ -22,7 +22,10 @@ MISTAKES = [
     (dict(gate=dict(type="DenseToSparseGate", end_k=9)), "end_k is 9, .*4 or less"),
     (dict(router=dict(type="LinearRoutr")), "moe.router .*'LinearRouter'"),
     (dict(experts=dict(num_experts=2)), "router scores 4 .*there are 2.*both the same"),
-    (dict(experts=dict(type="AffineExperts")), "'AffineExperts', .*set moe.shared_exp"),
+    (
+        dict(experts=dict(type="LowRankExperts")),
+        "'LowRankExperts', .*set moe.shared_exp",
+    ),
     (
         dict(losses=["LoadBalanceLoss"]),
         "moe.losses must be .*a dict with a type.*got",

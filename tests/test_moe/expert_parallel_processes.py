@@ -34,7 +34,7 @@ STEPS, MAX_NORM = 2, 0.05
 # Gates, routers and experts that draw no noise and keep no load.
 ALIKE = (
     *("top1", "top3 renormalised", "top2 with a capacity", "expert choice", "dense"),
-    *("dense to sparse", "shared expert", "hierarchical", "low rank", "affine"),
+    *("dense to sparse", "shared expert", "hierarchical", "low rank"),
 )
 CASES = {
     **{name: LAYERS[name] for name in ALIKE},

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from damex.moe import (
-    AffineExperts,
     BiasBalancer,
     CosineRouter,
     DatasetRoutingLoss,
@@ -74,7 +73,6 @@ CAPPED = {
 }
 EXPERTS = {
     "low rank": lambda e: drawn(LowRankExperts(e, D, 4)),
-    "affine": lambda e: drawn(AffineExperts(e, D)),
 }
 # Every gate and a shared expert behind the linear router, other routers before top-2,
 # other experts behind it.

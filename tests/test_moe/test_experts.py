@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional
 
 from damex.moe import (
-    AffineExperts,
     FFNExperts,
     LowRankExperts,
 )
@@ -20,7 +19,6 @@ D, L, E = 8, 4, 3
 ADAPTERS = {
     "low rank, split": lambda e=E: LowRankExperts(e, D, L, backend="split"),
     "low rank, grouped_mm": lambda e=E: LowRankExperts(e, D, L, backend="grouped_mm"),
-    "affine": lambda e=E: AffineExperts(e, D),
 }
 FUNCTIONS = {
     "cubic": lambda x: x**3,
@@ -59,8 +57,6 @@ def drawn(bank):
 def definition(bank, rows, expert):
     if isinstance(bank, LowRankExperts):
         return rows @ bank.down_EDL[expert] @ bank.up_ELD[expert]
-    if isinstance(bank, AffineExperts):
-        return bank.gamma_ED[expert] * rows + bank.beta_ED[expert]
     hidden = rows @ bank.w1_EDH[expert] + bank.b1_EH[expert]
     slope = () if bank.slope_E1 is None else (bank.slope_E1[expert],)
     hidden = FUNCTIONS[bank.activation](hidden, *slope)

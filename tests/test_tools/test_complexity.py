@@ -62,7 +62,7 @@ def fine(routed):
 ROUTER = 4 * 64
 QUARTER = 64 * 64 + 64 + 64 * 64  # every private expert has an output bias, too
 SHARED = dict(shared_expert=dict(type="SharedExpert"))
-LOW_RANK, AFFINE = dict(type="LowRankExperts", rank=8), dict(type="AffineExperts")
+LOW_RANK = dict(type="LowRankExperts", rank=8)
 # What it adds to the dense part: parameters, active ones, operations.
 COSTS = {
     **{
@@ -95,13 +95,6 @@ COSTS = {
         4 * 2 * 64 * 8 + ROUTER,
         2 * 64 * 8 + ROUTER,
         QUERIES * (2 * 2 * 64 * 8 + 2 * ROUTER),
-    ),
-    "affine": (  # four one-hot numbers times the scales and shifts of four experts
-        "decoder",
-        experts_of(experts=AFFINE, **SHARED),
-        4 * 2 * 64 + ROUTER,
-        2 * 64 + ROUTER,
-        QUERIES * (2 * 4 * 2 * 64 + 2 * ROUTER),
     ),
     "expert choice": (  # 4 experts x 21 of 336 tokens each: a quarter
         "encoder",

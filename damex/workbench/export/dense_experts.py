@@ -24,7 +24,6 @@ from damex.models.detectors import RoutedDetector, mmdet_class
 from damex.models.insertion import moe_blocks
 from damex.models.starts import DENSE_EXPERT
 from damex.moe import (
-    AffineExperts,
     FFNExperts,
     LowRankExperts,
     RoutingRecord,
@@ -288,13 +287,7 @@ def _low_rank(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
     return tokens_BND @ bank.down_EDL[expert_B] @ bank.up_ELD[expert_B]
 
 
-def _affine(bank: Any, tokens_BND: Tensor, expert_B: Tensor) -> Tensor:
-    """Output of `AffineExperts`."""
-    scale_B1D, shift_B1D = bank.gamma_ED[expert_B], bank.beta_ED[expert_B]
-    return tokens_BND * scale_B1D[:, None] + shift_B1D[:, None]
-
-
-_BANKS = {FFNExperts: _ffn, LowRankExperts: _low_rank, AffineExperts: _affine}
+_BANKS = {FFNExperts: _ffn, LowRankExperts: _low_rank}
 
 
 def voted_detector(

@@ -1,4 +1,4 @@
-"""Classes that a query is not punished for, as they may be right.
+"""Losses of a DETR: classes that they leave out, and how much an image weighs.
 
 A query that no object is matched to learns that it shows none of the classes. That is
 wrong where an object is in the image and is not labeled. Such classes are ignored:
@@ -7,6 +7,9 @@ background, the query gets none. All losses of a head follow the rule:
 those of the decoder layers, of the tokens that become queries, of the denoising
 queries and of DDQ's dense ones. Matched queries, matching and the selection of queries
 do not change.
+
+A DETR divides its losses by the number of objects in the batch. Every object weighs
+alike, so an image with one object hardly counts beside a crowded one.
 
 Axes: B images, Q queries (R of all images), K ignored boxes, C classes.
 """
@@ -17,10 +20,12 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy, bbox_overlaps
+from mmdet.utils import reduce_mean
 from torch import Tensor
 
 from damex.models.queries import relative_boxes, selects_by_first_class
@@ -109,15 +114,64 @@ def ignoring(
         yield
 
 
+def image_weights(counts_B: Tensor, power: float) -> Tensor:
+    """Return the weights (B,) of the losses of images with some numbers of objects.
+
+    They are ``count ** -power``, scaled so that all objects together weigh as much as
+    without, over all processes: with 1 the loss is the mean of the losses that each
+    image would have alone. An image without objects weighs as one with one.
+    """
+    counts_B = counts_B.clamp(min=1).float()
+    weights_B = counts_B**-power
+    both = torch.stack([counts_B.sum(), (counts_B * weights_B).sum()])
+    objects, weighted = reduce_mean(both)
+    return weights_B * (objects / weighted)
+
+
+@contextmanager
+def balanced_images(
+    detector: Any, samples: Sequence[Any], power: float
+) -> Iterator[None]:
+    """Weight the losses of images by :func:`image_weights` while they are computed.
+
+    Those of all layers, of the tokens that become queries and of denoising; not of
+    DDQ's dense queries, which have a head of their own.
+    """
+    if not power:
+        yield
+        return
+    head, device = detector.bbox_head, detector.data_preprocessor.device
+    counts = [len(sample.gt_instances) for sample in samples]
+    weight_B = image_weights(torch.tensor(counts, device=device), power)
+
+    def weigh(targets: tuple) -> tuple:
+        labels, label_weights, boxes, box_weights, *numbers = targets
+        for weights_BQ in (label_weights, box_weights):
+            pairs = zip(weights_BQ, weight_B, strict=True)
+            weights_BQ[:] = [weights_Q * weight for weights_Q, weight in pairs]
+        return labels, label_weights, boxes, box_weights, *numbers
+
+    with ExitStack() as stack:
+        for name in ("get_targets", "get_dn_targets"):
+            if hasattr(head, name):
+                _wrap(stack, head, name, lambda call, *a, **k: weigh(call(*a, **k)))
+        yield
+
+
 def _watch(stack: ExitStack, owner: Any, name: str, see: Callable[..., None]) -> None:
     """Show the arguments of a method to a function, until the stack is closed."""
-    method, own = getattr(owner, name), vars(owner).get(name)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         see(*args, **kwargs)
         return method(*args, **kwargs)
 
-    setattr(owner, name, call)
+    _wrap(stack, owner, name, call)
+
+
+def _wrap(stack: ExitStack, owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """Give a method and its arguments to a function, until the stack is closed."""
+    method, own = getattr(owner, name), vars(owner).get(name)
+    setattr(owner, name, partial(call, method))
     stack.callback(*((setattr, owner, name, own) if own else (delattr, owner, name)))
 
 

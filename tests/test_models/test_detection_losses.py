@@ -1,4 +1,4 @@
-"""Unmatched queries: classes that are ignored, in all losses of every detector."""
+"""Losses of every detector: classes that are ignored, and weights of images."""
 
 import json
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from mmengine.structures import InstanceData
 from torch import nn
 
 from damex.datasets.mixture import MixtureDataset
-from damex.models.ignoring import ignored_boxes_of, ignoring
+from damex.models.detection_losses import ignored_boxes_of, ignoring, image_weights
 
 # 40 pixels wide and 20 high.
 SHAPE = (20, 40)
@@ -212,3 +212,62 @@ def test_a_crowd_of_a_coco_file_reaches_the_loss(make_coco_dataset, tmp_path):
     expected = torch.tensor([[x / 48, y / 32, (x + w) / 48, (y + h) / 32]])
     torch.testing.assert_close(boxes, expected)
     assert labels.tolist() == [1]
+
+
+BOXES = [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("power", "expected"),
+    # Five objects. With 1/2 the weighted sum is 4 / 2 + 1 / 1 = 3 before scaling.
+    [(0.0, [1, 1]), (0.5, [5 / 6, 5 / 3]), (1.0, [5 / 8, 5 / 2])],
+)
+def test_weights_by_hand(power, expected):
+    weights = image_weights(torch.tensor([4, 1]), power)
+    torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float))
+
+
+def matched(losses):
+    """All losses but those of denoising queries, which are random."""
+    return {k: v for k, v in losses.items() if "loss" in k and "dn" not in k}
+
+
+@pytest.mark.parametrize("name", ["MoEDINO", "MoEDeformableDETR", "MoEDDQDETR"])
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_the_loss_is_the_weighted_mean_of_those_of_single_images(
+    build_mmdet, make_batch, run_loss, name, power
+):
+    """Weights of n objects: n, or n ** 0.5, or 1, divided by their sum."""
+    staged = dict(as_two_stage=True) if name == "MoEDeformableDETR" else {}
+    detector = build_mmdet(name, image_balance=power, **staged)
+    for module in detector.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
+    batch = make_batch([0, 1], sizes=[(64, 96), (64, 96)], boxes=BOXES)
+    alone = [
+        run_loss(detector, pseudo_collate([dict(inputs=image, data_samples=sample)]))
+        for image, sample in zip(*batch.values(), strict=True)
+    ]
+    together = matched(run_loss(detector, batch))
+    shares = torch.tensor(BOXES).float() ** (1 - power)
+    shares /= shares.sum()
+    assert together
+    for key, loss in together.items():
+        if name == "MoEDDQDETR" and "aux" in key:
+            continue  # its dense queries have another head
+        each = torch.stack([losses[key].sum() for losses in alone])
+        torch.testing.assert_close(loss.sum(), (each * shares).sum())
+
+
+def test_denoising_queries_have_the_weight_of_their_image(build, make_batch, run_loss):
+    seen = []
+    detector = build(image_balance=1.0)
+    detector.bbox_head.loss_bbox.register_forward_pre_hook(
+        lambda _, inputs: seen.append({*inputs[2].flatten().tolist()})
+    )
+    run_loss(detector, make_batch([0, 1], boxes=BOXES))
+    layers = detector.bbox_head.num_pred_layer - 1
+    assert seen == [{0.0, 0.625, 2.5}] * (2 * layers + 1)  # and the encoder's tokens
+    assert "get_dn_targets" not in vars(detector.bbox_head)
