@@ -81,6 +81,10 @@ SETTINGS: Mapping[str, Rule] = MappingProxyType(
         "optim_wrapper.accumulative_counts": COUNT,
         "optim_wrapper.clip_grad.max_norm": POSITIVE,
         "model.num_queries": COUNT,
+        "model.image_balance": Rule(
+            "a number from 0 to 1",
+            lambda v: type(v) in (int, float) and 0.0 <= v <= 1.0,
+        ),
         "model.test_cfg.max_per_img": COUNT,
         "model.encoder.num_layers": COUNT,
         "model.decoder.num_layers": COUNT,

@@ -21,7 +21,7 @@ from mmengine.logging import print_log
 from torch import Tensor
 from torch.optim import Optimizer
 
-from damex.errors import ConfigError, check_number
+from damex.errors import ConfigError
 from damex.models.blocks import ffns_in_place
 from damex.models.build import resolved_moe
 from damex.models.config import MoEConfig, read_moe
@@ -105,7 +105,6 @@ class RoutedDetector(_Detector):
         check_neck(self.backbone, kwargs.get("neck"))
         check_widths(self, kwargs.get("neck") or {})
         self.routing = RoutingContext()
-        check_number(type(self).__name__, "in [0, 1]", image_balance=image_balance)
         self.image_balance = image_balance
         self.counts_tokens = False
         self.tally: RoutingTally | None = None

@@ -172,22 +172,31 @@ def full_price() -> str:
 
 
 TILES = {"dense": "whole images", "tile": "windows for three of the seven"}
+BALANCED = {
+    "dense": "objects weigh alike, `image_balance=0`",
+    "root": "`image_balance=0.5`",
+    "image": "images weigh alike, `image_balance=1`",
+}
 
 
-def tiles() -> str:
-    """Whole images, and windows for datasets of small objects."""
-    arms = arms_of("tiles")
+def balanced() -> Arms:
+    """Arms of images that weigh alike, and ``dense`` of the same versions."""
+    return {"dense": arms_of("tiles")["dense"], **arms_of("balanced")}
+
+
+def variants(arms: Arms, labels: Mapping[str, str], words: str) -> str:
+    """A row per arm, compared with ``dense``, which has some words in the header."""
     lines = [
         [
-            TILES[name],
+            labels[name],
             str(len(arm["mean_ap"])),
             mean(arm),
             gain(arms, name, "dense"),
             *(mean(arm, key) for key in ("mean_ap50", "pooled_ap")),
         ]
-        for name, arm in arms.items()
+        for name, arm in ((name, arms[name]) for name in labels)
     ]
-    header = ["", "seeds", "mean AP", "minus whole images [95%]", "mean AP50"]
+    header = ["", "seeds", "mean AP", f"minus {words} [95%]", "mean AP50"]
     return markdown([*header, "pooled AP"], lines)
 
 
@@ -400,7 +409,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "completing": completing,
     "completing-on-a-gpu": partial(completing, "completing_gpu"),
     "split-labels": split_labels,
-    "tiles": tiles,
+    "tiles": lambda: variants(arms_of("tiles"), TILES, "whole images"),
+    "balanced": lambda: variants(balanced(), BALANCED, "`image_balance=0`"),
+    "balanced-by-dataset": lambda: by_dataset(balanced(), BALANCED),
     "tiles-by-dataset": lambda: by_dataset(arms_of("tiles"), TILES),
     "tiles-by-size": tiles_by_size,
     "worlds": worlds,

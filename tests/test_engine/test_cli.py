@@ -450,6 +450,7 @@ SETTINGS = {
     "train_dataloader.dataset.pipeline.2.scale=0": "Resize in a pipeline of train_data",
     "val_dataloader.dataset.pipeline.1.scale=(9,-9)": "scale must be made of numbers",
     "model=None": "model must be a dict, got None",
+    "model.image_balance=3": "image_balance must be a number from 0 to 1, got 3",
     "model.num_queries=2": "set model.test_cfg.max_per_img=8.",
     "model.num_queries=many": "num_queries must be an integer of 1 or more, got 'many'",
     "model.decoder.layer_cfg.self_attn_cfg.embed_dims=77": "embed_dim must be divis",
