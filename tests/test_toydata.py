@@ -21,7 +21,7 @@ from damex.workbench.toydata.domains import (
     source_columns,
     source_indices,
 )
-from damex.workbench.toydata.drawing import Box, Canvas
+from damex.workbench.toydata.drawing import SHAPES, Box, Canvas, draw
 
 NAMES = ["shapes", "digits", "photos", "playroom", "arcade"]
 SMALL = tuple(
@@ -88,6 +88,17 @@ def test_thin_objects_do_not_pile_up(canvas):
     # no pixel of the frame is hidden, but its box holds the whole of the other
     assert not canvas.paste(solid(8, 8), 6, 6, name="inner")
     assert canvas.paste(solid(8, 8), 6, 6, name=None)
+
+
+@pytest.mark.parametrize(("size", "angle"), [(12, 2.0), (56, 0.7)])
+@pytest.mark.parametrize(
+    "shape", [name for name in SHAPES if name not in ("cross", "stick")]
+)
+def test_drawing_fits_its_size_without_empty_border(shape, size, angle):
+    sprite = draw(SHAPES[shape], (0.8, 0.2, 0.2), size=size, angle=angle)
+    alpha = sprite[:, :, 3]
+    assert 0.55 * size < max(alpha.shape) <= size
+    assert all(edge.any() for edge in (alpha[0], alpha[-1], *alpha.T[[0, -1]]))
 
 
 @pytest.mark.parametrize("split", SPLITS)

@@ -205,7 +205,8 @@ def _check_dataset(cfg: Mapping[str, Any], loader: str) -> None:
     key = loader.replace("dataloader", "evaluator")
     metrics: Any = cfg.get(key) or ()
     for metric in [metrics] if is_dict(metrics) else metrics:
-        if mixture_datasets(dataset) and metric.get("type") in ONE_DATASET:
+        is_alone = is_dict(metric) and metric.get("type") in ONE_DATASET
+        if is_alone and mixture_datasets(dataset):
             raise ConfigError(
                 f"{loader} has a MixtureDataset, and the {metric['type']} of {key} "
                 f"reads one annotation file; set {key}=dict(_delete_=True, "

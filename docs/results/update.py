@@ -189,12 +189,12 @@ def variants(arms: Arms, labels: Mapping[str, str], words: str) -> str:
     lines = [
         [
             labels[name],
-            str(len(arm["mean_ap"])),
-            mean(arm),
+            str(len(arms[name]["mean_ap"])),
+            mean(arms[name]),
             gain(arms, name, "dense"),
-            *(mean(arm, key) for key in ("mean_ap50", "pooled_ap")),
+            *(mean(arms[name], key) for key in ("mean_ap50", "pooled_ap")),
         ]
-        for name, arm in ((name, arms[name]) for name in labels)
+        for name in labels
     ]
     header = ["", "seeds", "mean AP", f"minus {words} [95%]", "mean AP50"]
     return markdown([*header, "pooled AP"], lines)
