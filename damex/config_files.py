@@ -137,7 +137,7 @@ def work_dir_of(cfg: Config, *, resumes: bool) -> str:
     return cfg.get("work_dir") or f"work_dirs/{file.stem}"
 
 
-def import_modules(cfg: Config) -> None:
+def import_modules(cfg: Mapping[str, Any]) -> None:
     """Import ``custom_imports``: all of mmdet for damex's configs.
 
     Raises:

@@ -282,7 +282,7 @@ class MixtureMetric(BaseMetric):
         self._has_warned = True
         scores: dict[str, float] = {}
         is_same = any(row.of_dataset is row.of_all for row in results)
-        if is_same and self.dataset_known:
+        if is_same and self.dataset_known and len(space.dataset_names) > 1:
             print_log(
                 "the detector chooses its detections among all classes; in the AP of a "
                 "dataset, classes of other datasets may have taken their places.",

@@ -214,8 +214,9 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
     raise_first(findings)
 
     def is_used(key: Any) -> bool:
-        number = re.escape(json.dumps(key))
-        return re.search(rf'"category_id"\s*:\s*{number}\b', text) is not None
+        ways = {json.dumps(key), json.dumps(key, ensure_ascii=False)}
+        ids = "|".join(map(re.escape, ways))
+        return re.search(rf'"category_id"\s*:\s*({ids})(?![\w.])', text) is not None
 
     kept = _without_headings(categories, is_used)
     raise_first(_check_class_names(kept, location))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,13 +82,9 @@ class Summary:
             ]
         return "\n".join(lines)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for a JSON file."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Summary:
-        """Inverse of :meth:`to_dict`."""
+        """Inverse of :func:`dataclasses.asdict`."""
         splits = {k: SplitSummary(**v) for k, v in values["splits"].items()}
         counts = {
             key: {what: Count(*count) for what, count in values[key].items()}

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from damex.config_files import LOADERS, mixture_datasets
+from damex.config_files import LOADERS, mixture_datasets, mixtures_of
 from damex.datasets.coco_records import parse_records, read_json, used_boxes
 from damex.datasets.coco_schema import Expectations
 from damex.datasets.mmdet_configs import image_scales, wrapped
@@ -74,7 +74,7 @@ def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
     if new == old:
         return []
     config = dict(cfg.items())
-    steps = [(s, key) for s in _sized_steps(config) for key in SIZES if key in s]
+    steps = [(s, key) for s in sized_steps(config) for key in SIZES if key in s]
     for step, key in steps:
         if tuple(np.ravel(step[key])) == new:
             raise ConfigError(
@@ -87,7 +87,7 @@ def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
         step[key] = _in_proportion(step[key], old, new, by_side="scale" in key)
     preprocessor = (cfg.get("model") or {}).get("data_preprocessor") or {}
     if preprocessor.get("pad_size_divisor", 1) >= max(old):
-        preprocessor["pad_size_divisor"] = canvas_of(new)
+        preprocessor["pad_size_divisor"] = -(-max(new) // STRIDE) * STRIDE
     return [
         f"image_size is {wanted}: the Resize of evaluation, {old[0]} x {old[1]}, "
         f"becomes {new[0]} x {new[1]}, and all other sizes of the pipelines change in "
@@ -112,7 +112,15 @@ def choose_tiles(cfg: Mapping[str, Any]) -> list[str]:
             continue
         spec = DatasetSpec.from_config(entry, number)
         tile, reason, _, views = _advice_of(spec, common)
-        entry["tile"] = tile
+        # A written config has the mixture in its dataloaders as well.
+        copies = [
+            one
+            for mixture in mixtures_of(cfg)
+            for one in mixture.get("datasets") or ()
+            if (one.get("name"), one.get("tile")) == (spec.name, "auto")
+        ]
+        for one in (entry, *copies):
+            one["tile"] = tile
         chosen, cost = "whole images", ""
         if tile is not None:
             chosen = f"windows of {tile} px"
@@ -149,17 +157,12 @@ def _advice_of(spec: DatasetSpec, pipeline: Sequence[Any]) -> Advice:
     return advice_for(box_N4, size_N2, max(scales, key=min))
 
 
-def canvas_of(size: Size) -> int:
-    """Side of the square to which images of a size are padded."""
-    return -(-max(size) // STRIDE) * STRIDE
-
-
 def _is_count(value: Any) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_number and value > 1 and float(value).is_integer()
 
 
-def _sized_steps(node: Any, seen: set[int] | None = None) -> Iterator[Any]:
+def sized_steps(node: Any, seen: set[int] | None = None) -> Iterator[Any]:
     """Steps with sizes anywhere in a config, each object once."""
     seen = set() if seen is None else seen
     if id(node) in seen or not isinstance(node, (Mapping, list, tuple)):
@@ -170,7 +173,7 @@ def _sized_steps(node: Any, seen: set[int] | None = None) -> Iterator[Any]:
             yield node
         node = [value for key, value in node.items() if key != "model"]
     for value in node:
-        yield from _sized_steps(value, seen)
+        yield from sized_steps(value, seen)
 
 
 def _in_proportion(value: Any, old: Size, new: Size, *, by_side: bool) -> Any:
@@ -308,7 +311,8 @@ def view_of(pipeline: Sequence[Mapping[str, Any]], path: Path) -> View:
         if not draws:
             continue  # it rejects the image
         resized = [draw for draw in draws if _scale(draw) != _scale(state)]
-        view.keeps_ratio &= all(abs(_ratio(draw) - 1) < ROUNDING for draw in resized)
+        ratios = [across / down for across, down, *_ in map(_scale, resized)]
+        view.keeps_ratio &= all(abs(ratio - 1) < ROUNDING for ratio in ratios)
         if not all(_is_same(draws[0], draw) for draw in draws):
             view.is_resized |= bool(resized)
             continue
@@ -355,11 +359,6 @@ def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _scale(results: Mapping[str, Any]) -> tuple[float, ...]:
     return tuple(results.get("scale_factor") or (1.0, 1.0))
-
-
-def _ratio(results: Mapping[str, Any]) -> float:
-    across, down = _scale(results)[:2]
-    return across / down
 
 
 def _compare(train: View, test: View, *, where: str) -> None:

@@ -187,14 +187,9 @@ def check_image_file(image: ImageRecord) -> Iterator[Finding]:
         return
     with images_of_any_size():
         info = probe_image(image.path)
-    if info.problem is None and not is_decoded(image.path.read_bytes()):
+    if info.problem is None and decode(image.path.read_bytes()) is None:
         info = truncated("OpenCV refuses it")
     yield from check_image(image, info)
-
-
-def is_decoded(content: bytes) -> bool:
-    """Whether the loader in training decodes a file."""
-    return decode(content) is not None
 
 
 def truncated(reason: object, *, level: str | None = None) -> ImageInfo:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+from mmengine.fileio import list_from_file
 
 from damex.compat import import_mmdet
 from damex.errors import ConfigError, did_you_mean
@@ -46,9 +47,21 @@ def map_leaves(
 
 
 def declared_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Classes that a (wrapped) dataset config or its class declares."""
+    """Classes that a (wrapped) dataset config or its class declares.
+
+    Raises:
+        ConfigError: If they are in a file, as mmengine allows, and it is missing.
+    """
     first = leaves(config)[0]
     declared = dict(first.get("metainfo") or {}).get("classes")
+    if isinstance(declared, str):  # a file with a class in each line
+        try:
+            declared = list_from_file(declared)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"metainfo: classes={declared!r} names no file; write a list of class "
+                "names, or the path of a file with one in each line."
+            ) from error
     by_class = getattr(_class_of(first), "METAINFO", {}).get("classes", ())
     return tuple(declared or by_class)
 

@@ -26,10 +26,10 @@ from damex.config_files import (
 )
 from damex.datasets.geometry import (
     SIZES,
-    STEPS,
     check_views,
     choose_tiles,
     set_image_size,
+    sized_steps,
 )
 from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
@@ -216,16 +216,13 @@ def _check_dataset(cfg: Mapping[str, Any], loader: str) -> None:
 
 def _check_sizes(config: Any, loader: str) -> None:
     """Reject image sizes of pipeline steps that are not made of numbers above 0."""
-    if isinstance(config, (list, tuple)):
-        config = dict(enumerate(config))
-    for key, value in config.items() if is_dict(config) else ():
-        is_size = key in SIZES and any(x in str(config.get("type")) for x in STEPS)
-        if is_size and not _is_positive(value):
-            raise ConfigError(
-                f"{config['type']} in a pipeline of {loader}: {key} must be made of "
-                f"numbers above 0, as in {key}=(1333, 800), got {value!r}."
-            )
-        _check_sizes(value, loader)
+    for step in sized_steps(config):
+        for key in SIZES:
+            if key in step and not _is_positive(step[key]):
+                raise ConfigError(
+                    f"{step['type']} in a pipeline of {loader}: {key} must be made of "
+                    f"numbers above 0, as in {key}=(1333, 800), got {step[key]!r}."
+                )
 
 
 def _values(cfg: Any, place: str) -> Iterator[Any]:

@@ -70,7 +70,7 @@ class ProgressHook(Hook):
             for key, words in MEASURES.items()
             if f"train/{key}" in scalars
         ]
-        self._advance(runner.iter + 1, "  ".join(status))
+        self._bar.step("  ".join(status), done=runner.iter + 1)
 
     def before_val(self, runner: Runner) -> None:
         """Open a bar for the evaluation."""
@@ -85,7 +85,7 @@ class ProgressHook(Hook):
         self, runner: Runner, batch_idx: int, *_: Any, **__: Any
     ) -> None:
         """Advance the bar."""
-        self._advance(batch_idx + 1, "")
+        self._bar.step("", done=batch_idx + 1)
 
     after_test_iter = after_val_iter
 
@@ -110,9 +110,6 @@ class ProgressHook(Hook):
         pace = self._paces.setdefault(label, Pace(total))
         self._bar.begin(label, total, done=done, pace=pace)
         self._bar.start()
-
-    def _advance(self, done: int, status: str) -> None:
-        self._bar.step(status, done=done)
 
     def close(self) -> None:
         """Remove the bar from the screen."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from mmdet.registry import HOOKS
 from mmengine.dist import all_reduce
 from mmengine.hooks import Hook
 from mmengine.model import is_model_wrapper
-from mmengine.runner import Runner
+from mmengine.runner import Runner, set_random_seed
 from torch import nn
 
 from damex.datasets.mixture import mix_seed
@@ -142,10 +140,7 @@ class IterationSeedHook(Hook):
 
     def before_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         """Seed random, numpy and torch (CPU and GPU)."""
-        seed = mix_seed(runner.seed or 0, runner.rank, runner.iter)
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+        set_random_seed(mix_seed(runner.seed or 0, runner.rank, runner.iter))
 
 
 @HOOKS.register_module()

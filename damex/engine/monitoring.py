@@ -43,9 +43,7 @@ class EarlyStoppingHook(MMEngineEarlyStoppingHook):
         is_reached = goal is not None and is_beyond(self.best_score, goal)
         runner.train_loop.stop_training = is_reached or self.wait_count >= self.patience
 
-    def after_val_epoch(
-        self, runner: Runner, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def after_val_epoch(self, runner: Runner, metrics: Mapping[str, float]) -> None:
         """Count each evaluation once, also if it is repeated by a resumed run."""
         if runner.iter == self._iteration:
             return

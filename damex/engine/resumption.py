@@ -108,9 +108,7 @@ class CheckpointHook(MMEngineCheckpointHook):
             self.file_backend.copyfile_from_local(beside, here)
         return here
 
-    def after_val_epoch(
-        self, runner: Runner, metrics: Mapping[str, float] | None = None
-    ) -> None:
+    def after_val_epoch(self, runner: Runner, metrics: Mapping[str, float]) -> None:
         """Note the evaluation, then save the best checkpoint."""
         runner.message_hub.update_info(EVALUATED, runner.iter)
         super().after_val_epoch(runner, metrics)
@@ -163,9 +161,7 @@ class CheckpointHook(MMEngineCheckpointHook):
             self._remove(path)
 
     def _remove(self, path: str) -> None:
-        if self.file_backend.isdir(path):  # a DeepSpeed checkpoint
-            self.file_backend.rmtree(path)
-        elif self.file_backend.isfile(path):
+        if self.file_backend.isfile(path):
             self.file_backend.remove(path)
 
 
@@ -182,8 +178,6 @@ class _RemovesLater:
     def remove(self, path: str) -> None:
         """Record a path to remove."""
         self.outdated.add(path)
-
-    rmtree = remove
 
 
 @HOOKS.register_module()

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import mmcv
@@ -43,7 +42,6 @@ PACKAGES = (
 )
 PREFIX = "mixture/"
 IMAGES_PER_DATASET = 2  # in detections.png
-NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 @HOOKS.register_module()
@@ -89,9 +87,7 @@ class RunSummaryHook(Hook):
 
     after_test_iter = after_val_iter
 
-    def after_val_epoch(
-        self, runner: Runner, metrics: Mapping[str, float] = NO_METRICS
-    ) -> None:
+    def after_val_epoch(self, runner: Runner, metrics: Mapping[str, float]) -> None:
         """Print the scores of one evaluation."""
         self._val_seconds += time.monotonic() - self._val_started
         self._scores = scores_of(metrics)
@@ -107,9 +103,7 @@ class RunSummaryHook(Hook):
             if not key.startswith(PREFIX):
                 self._console.print(f"{key}: {value}", highlight=False)
 
-    def after_test_epoch(
-        self, runner: Runner, metrics: Mapping[str, float] = NO_METRICS
-    ) -> None:
+    def after_test_epoch(self, runner: Runner, metrics: Mapping[str, float]) -> None:
         """Print the scores and write ``test_summary.json`` and its picture."""
         self.after_val_epoch(runner, metrics)
         self._write(runner, prefix="test_", checkpoint=runner._load_from)
@@ -373,7 +367,8 @@ def draw_detections(
         for sample, panel in zip(row, panels, strict=False):
             image = read_pixels(sample.img_path).image[..., ::-1]
             scale = size / max(image.shape[:2])
-            large = mmcv.imrescale(image, scale)
+            height, width = (max(1, round(scale * side)) for side in image.shape[:2])
+            large = mmcv.imresize(image, (width, height))
             drawn = _scaled(sample, scale, large.shape)
             visualizer.add_datasample(name, large, drawn, pred_score_thr=min_score)
             panel.imshow(visualizer.get_image())

@@ -76,7 +76,14 @@ class WorkDir:
         if fcntl is None:
             return None
         place = self.path / ".lock"
-        file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+        except PermissionError:
+            return (
+                f"{display_path(place)} cannot be opened: it is of another user. If "
+                "no training of theirs runs there, delete it; or name another folder "
+                "with --work-dir."
+            )
         try:
             # Unlike flock, data loading processes do not inherit it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -347,7 +347,7 @@ class Predictor:
             several: dict[str, Any] = dict(labels_by_group=groups)
             tile = self._tile_of(space.dataset_names)
             return _Choice(several if self.can_tell else {}, every, tile=tile)
-        number = self._stored.dataset_id(dataset)
+        number = self._stored.space.dataset_id(dataset)
         meta, tile = dict(group_id=space.group_id(number)), self._tile_of([dataset])
         return _Choice(meta, space.valid_labels(number), dataset, tile)
 

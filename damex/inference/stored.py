@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from mmdet.registry import MODELS
-from mmengine.config import Config, ConfigDict
+from mmengine.config import ConfigDict
 from mmengine.evaluator import Evaluator
 from mmengine.registry import init_default_scope
 from mmengine.runner import CheckpointLoader, Runner
@@ -25,8 +25,8 @@ from damex.datasets.spec import parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
 from damex.engine.resumption import EVALUATED
 from damex.engine.summary import PREFIX, class_scores, scores_of, summarise
-from damex.errors import ConfigError, DataError, did_you_mean, printable
-from damex.evaluation import MAX_DETS, MixtureMetric
+from damex.errors import ConfigError, DataError, printable
+from damex.evaluation import MixtureMetric
 from damex.files import atomic_write, check_free, write_text
 from damex.inference.trust import check_parts, forget_pretrained, read_literals
 from damex.models.detectors import RoutedDetector
@@ -94,7 +94,7 @@ class DetectorCheckpoint:
         pipeline = _test_pipeline(config, path)
         forgotten: tuple[str, ...] = ()
         if trust:
-            _import_modules(config, path)
+            import_modules(config)
         else:
             forgotten = (*forget_pretrained(model, keep_published=True),)
             check_parts(dict(model=model, pipeline=pipeline), where=path)
@@ -165,10 +165,15 @@ class DetectorCheckpoint:
         The config must have been checked. `label` stands before the progress bar.
         """
         images = Runner.build_dataloader(ConfigDict(loader))
-        metric = self.config.get("val_evaluator")
-        known = metric if isinstance(metric, dict) else {}
-        most = known.get("max_dets", MAX_DETS)
-        evaluator = Evaluator(MixtureMetric(classwise=classwise, max_dets=most))
+        metrics = self.config.get("val_evaluator")
+        metrics = metrics if isinstance(metrics, list) else [metrics or {}]
+        words = {
+            key: metric[key]
+            for metric in metrics
+            for key in ("max_dets", "dataset_known")
+            if metric.get("type") == MixtureMetric.__name__ and key in metric
+        }
+        evaluator = Evaluator(MixtureMetric(classwise=classwise, **words))
         evaluator.dataset_meta = self.space.to_metainfo()
         with Bar() as bar, torch.inference_mode():
             bar.begin(label, len(images))
@@ -188,15 +193,6 @@ class DetectorCheckpoint:
         loader = dict(dataset=dict(pipeline=pipeline))
         set_image_size(dict(image_size=size, model=model, test_dataloader=loader))
         return replace(self, model=model, pipeline=pipeline)
-
-    def dataset_id(self, name: str) -> int:
-        """Index of a dataset; ConfigError if it is unknown."""
-        if name not in self.space.dataset_names:
-            raise ConfigError(
-                f"the checkpoint {self.path} knows no dataset {name!r}; "
-                f"{did_you_mean(name, self.space.dataset_names)}"
-            )
-        return self.space.dataset_id(name)
 
     def validation_images(self, name: str, *, count: int) -> list[Path]:
         """Sample ``count`` validation images of a dataset, evenly over its COCO file.
@@ -251,17 +247,6 @@ def _own_scores(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         *(RuntimeError, ArithmeticError),  # a tensor has no truth, a number no float
     ):
         return {}
-
-
-def _import_modules(config: Mapping[str, Any], path: str) -> None:
-    """Import the ``custom_imports`` of a trusted config."""
-    try:
-        import_modules(Config(dict(custom_imports=config.get("custom_imports"))))
-    except ImportError as error:
-        raise ConfigError(
-            f"custom_imports of the checkpoint {path} cannot be imported ({error}); "
-            "set PYTHONPATH to the folder of the module."
-        ) from error
 
 
 def _check_names(names: Iterable[str], path: str) -> None:

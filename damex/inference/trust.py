@@ -20,7 +20,6 @@ import mmdet.registry
 from mmengine.config.config import RESERVED_KEYS
 from mmengine.registry import Registry
 
-from damex.config_files import KEYS
 from damex.errors import DataError, printable
 
 LOSSES = """
@@ -202,11 +201,6 @@ def check_parts(parts: Mapping[str, Any], *, where: str) -> None:
                 "it could run code, or reach files and addresses. If you trust whoever "
                 "made the checkpoint, add --trust (in Python: trust=True)."
             )
-
-
-def without_unread(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Reduce a config to the keys that damex and mmengine read."""
-    return {key: value for key, value in config.items() if key in KEYS}
 
 
 def forget_pretrained(

@@ -84,7 +84,7 @@ def write_card(
     check_free(out)
     licenses = dict(data_licenses or {})
     for name in licenses:
-        stored.dataset_id(name)
+        stored.space.dataset_id(name)
     config = kept_config(stored, stored.space)
     run = Run.of(stored)
     meta = {key: stored.meta[key] for key in META if key in stored.meta}

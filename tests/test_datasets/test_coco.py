@@ -191,6 +191,16 @@ def test_headings_are_classes_if_used(
     assert found == [True] * is_logged
 
 
+@pytest.mark.parametrize("key", ["a", "tiér", 1.5])
+@pytest.mark.parametrize("is_ascii", [True, False])
+def test_an_id_of_any_kind_counts_as_used(tmp_path, key, is_ascii):
+    names = [dict(id=key, name="animal"), dict(id=2, name="x", supercategory="animal")]
+    file = tmp_path / "train.json"
+    content = dict(categories=names, annotations=[dict(id=1, category_id=key)])
+    file.write_text(json.dumps(content, ensure_ascii=is_ascii), "utf-8")
+    assert read_class_names(file, "park") == ("animal", "x")
+
+
 def test_class_that_no_box_uses_stays(park, edit_json):
     edit_json(park, lambda d: d["categories"].append(dict(id=9, name="owl")))
     assert read_class_names(park, "park") == ("person", "dog", "car", "owl")

@@ -219,6 +219,18 @@ def concat_entry(make_coco_dataset, tmp_path):
     return dict(name="pets", train=concat, val=concat), [one, two]
 
 
+def test_classes_may_be_in_a_file(concat_entry, tmp_path):
+    entry, _ = concat_entry
+    source = entry["train"]["datasets"][0]
+    source["metainfo"]["classes"] = str(tmp_path / "names.txt")
+    entry = dict(name="pets", train=source, val=source)
+    with pytest.raises(ConfigError, match=r"classes='.*names.txt' names no file"):
+        MixtureDataset(datasets=[entry], pipeline=LOAD)
+    (tmp_path / "names.txt").write_text("cat\ndog\n")
+    dataset = MixtureDataset(datasets=[entry], pipeline=LOAD)
+    assert dataset.metainfo["classes"] == ("cat", "dog")
+
+
 def test_concat_of_two_coco_files_labels_by_name(two_datasets, concat_entry):
     pets, files = concat_entry
     dataset = load([two_datasets[0], pets])

@@ -1,5 +1,6 @@
 """Tiles: where windows lie, what they show, and what is found in several of them."""
 
+import copy
 import itertools
 import json
 
@@ -107,9 +108,11 @@ def test_auto_becomes_a_number_in_the_config(two_datasets, tmp_path):
         dict(two_datasets[0], name="broken", train=str(broken), tile="auto"),
         dict(name="folder", root=str(tmp_path / "no"), tile="auto"),
     ]
+    train["dataset"]["datasets"] = copy.deepcopy(entries)  # as a config is written
     cfg = dict(mixture=entries, train_dataloader=train)
     notes = choose_tiles(cfg)
-    assert [entry["tile"] for entry in entries] == [24, 20, None, None]
+    for mixture in (entries, train["dataset"]["datasets"]):
+        assert [entry["tile"] for entry in mixture] == [24, 20, None, None]
     assert notes[0].startswith(f"tile='auto' of {entries[0]['name']} is windows of 24")
     assert notes[0].endswith("; an image is 6 views in evaluation and prediction.")
     # The loader says what is wrong with the others.
@@ -150,7 +153,9 @@ def test_auto_needs_boxes_a_size_and_a_config(two_datasets):
     ],
 )
 def test_tile_of_the_command_line(words, expected):
-    cfg = Config(dict(mixture=[dict(name="a"), dict(name="b=c")]))
+    entries = [dict(name="a", root="a"), dict(name="b=c", root="c")]
+    loader = dict(dataset=dict(type="MixtureDataset", datasets=entries))
+    cfg = Config(dict(mixture=entries, train_dataloader=loader))  # as it is written
     if isinstance(expected, str):
         with pytest.raises(ConfigError, match=expected):
             set_tiles(cfg, words)
@@ -158,7 +163,8 @@ def test_tile_of_the_command_line(words, expected):
     set_tiles(cfg, words)
     with pytest.raises(ConfigError, match="the config has none"):
         set_tiles(Config(dict(mixture=None)), words)
-    assert [entry.get("tile") for entry in cfg.mixture] == expected
+    for mixture in (cfg.mixture, cfg.train_dataloader.dataset.datasets):
+        assert [entry.get("tile") for entry in mixture] == expected
 
 
 def test_boxes_cut_by_a_crop_are_ignored_below_a_share():

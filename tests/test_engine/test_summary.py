@@ -139,6 +139,11 @@ def painted(image):
     return np.nonzero((np.asarray(image) != GREY).any(axis=2))
 
 
+def test_a_very_flat_image_is_drawn(sample):
+    ((height, width, _),) = [one.shape for one in images({"a": [sample(900, 2)]})["a"]]
+    assert (height, width) == (1, 2 * 200)
+
+
 def test_truth_is_left_and_detections_are_right(sample):
     # x, y, w, h: 10..30 x 40..60, and 20..60 x 80..120 at twice the size.
     found = images({"a": [sample(100, 100, truth=[(10, 40, 20, 20)])]})
@@ -194,7 +199,7 @@ def test_seconds_are_of_what_was_trained_and_not_of_evaluations(tmp_path, monkey
     runner.iter = 40
     hook.before_val_epoch(runner)
     clock[0] += 5.0
-    hook.after_val_epoch(runner)
+    hook.after_val_epoch(runner, {})
     hook.after_train(runner)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert (found["iterations"], found["trained_iterations"]) == (40, 10)

@@ -97,6 +97,12 @@ def test_the_alarm_counts_the_choices_of_both_processes(results):
         assert tally["tokens_G"].tolist() == [12, 6]
 
 
+def test_images_of_both_processes_are_weighted_as_one_batch(results):
+    # Five objects, which weigh 4 / 4 ** 0.5 + 1 = 3 before scaling.
+    weights = [results[rank]["weights"].item() for rank in (0, 1)]
+    assert weights == pytest.approx([5 / 6, 5 / 3])
+
+
 def test_the_stage_trains_routers_alone_and_then_never_again(results):
     first, second = (results[rank]["stage"] for rank in (0, 1))
     assert_ranks_agree(first, second)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from mmengine.logging import MessageHub
@@ -66,6 +67,12 @@ def test_a_file_system_without_locks_is_no_obstacle(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
     assert WorkDir(tmp_path).lock() is None
+
+
+def test_the_lock_of_another_user_is_no_traceback(tmp_path, monkeypatch):
+    work, refused = WorkDir(tmp_path), PermissionError(errno.EACCES, "not yours")
+    monkeypatch.setattr(os, "open", Mock(side_effect=refused))  # root may open anything
+    assert ".lock cannot be opened: it is of another user" in work.lock()
 
 
 @pytest.mark.parametrize("path", ["file", "file/below", "/proc/damex"])

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from damex.engine.hooks import summed
 from damex.engine.runner import MixtureRunner
+from damex.models.detection_losses import image_weights
 from damex.moe import (
     BiasBalancer,
     FFNExperts,
@@ -163,6 +164,7 @@ def main():
         upcycled=train(folder, "upcycled"),
         resumed=resumed,
         tally=tally_of(rank),
+        weights=image_weights(torch.tensor([[4], [1]][rank]), 0.5),
     )
     torch.save(result, folder / f"rank{rank}.pt")
     distributed.destroy_process_group()

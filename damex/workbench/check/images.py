@@ -23,7 +23,6 @@ from damex.datasets.image_files import (
     ImageRecord,
     NamedBox,
     images_of_any_size,
-    is_decoded,
     is_remote,
     missing_file,
     probe_image,
@@ -144,7 +143,8 @@ def _probe_whole(path: Path) -> ImageInfo:
         gradient = gradient_of(image, whole)
     except Exception as error:  # PIL's readers raise anything
         # Some versions of OpenCV fill the rest with gray.
-        return truncated(error, level="warning" if is_decoded(content) else None)
+        is_decoded = decode(content) is not None
+        return truncated(error, level="warning" if is_decoded else None)
     digest = hashlib.blake2b(content, digest_size=16).digest()
     return found._replace(digest=digest, gradient=gradient)
 

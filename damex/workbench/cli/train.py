@@ -17,7 +17,9 @@ from mmengine.runner import Runner
 from torch import cuda
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
+from damex.config_files import merge_options
 from damex.datasets.label_space import LabelSpace
+from damex.datasets.spec import parse_mixture
 from damex.engine.config import (
     build_runner,
     complete_config,
@@ -92,9 +94,12 @@ def set_tiles(cfg: Config, words: Sequence[str]) -> None:
     Raises:
         ConfigError: If a dataset or a value is unknown, or there is no mixture.
     """
-    entries = {entry["name"]: entry for entry in cfg.get("mixture") or ()}
-    if words and not entries:
+    if not words:
+        return
+    if not cfg.get("mixture"):
         raise ConfigError("--tile is for datasets of a mixture; the config has none.")
+    numbers = {spec.name: n for n, spec in enumerate(parse_mixture(cfg.mixture))}
+    options = {}
     for word in words:
         name, equals, value = word.rpartition("=")
         if value != "auto" and not value.isdecimal():
@@ -102,13 +107,15 @@ def set_tiles(cfg: Config, words: Sequence[str]) -> None:
                 f"--tile {word}: expected the side of a window in pixels or auto, or "
                 f"NAME= and one of these, got {value!r}."
             )
-        if equals and name not in entries:
+        if equals and name not in numbers:
             raise ConfigError(
                 f"--tile {word}: the mixture has no dataset {name!r}; "
-                f"{did_you_mean(name, entries)}"
+                f"{did_you_mean(name, numbers)}"
             )
-        for key in [name] if equals else entries:
-            entries[key]["tile"] = value if value == "auto" else int(value)
+        for number in [numbers[name]] if equals else numbers.values():
+            tile = value if value == "auto" else int(value)
+            options[f"mixture.{number}.tile"] = tile
+    merge_options(cfg, options)
 
 
 def _scale_lr(cfg: Config) -> None:
@@ -123,8 +130,8 @@ def _scale_lr(cfg: Config) -> None:
 
 def _print_shared(mixture: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -> None:
     """Say which datasets share experts as they look alike, on the first process."""
-    groups = {entry["name"]: entry.get("group") for entry in mixture}
     for first, second, _ in pairs if os.environ.get("RANK", "0") == "0" else ():
+        groups = {entry["name"]: entry.get("group") for entry in mixture}
         shared = groups.get(first)
         # --cfg-options may have separated them.
         if shared is not None and shared == groups.get(second):

@@ -94,7 +94,7 @@ def extract_plain(stored: DetectorCheckpoint, dataset: str) -> PlainTransformers
     Raises:
         ConfigError: If the dataset is unknown, or no plain detector is equal.
     """
-    number = stored.dataset_id(dataset)
+    number = stored.space.dataset_id(dataset)
     labels = stored.space.valid_labels(number)
     detector: Any = stored.build()
     model = _kept(stored)

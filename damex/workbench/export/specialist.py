@@ -70,7 +70,7 @@ def extract(stored: DetectorCheckpoint, dataset: str) -> Specialist:
     Raises:
         ConfigError: If the dataset is unknown, or no mmdet detector is equal.
     """
-    number = stored.dataset_id(dataset)
+    number = stored.space.dataset_id(dataset)
     labels = stored.space.valid_labels(number)
     detector = stored.build()
     awareness = detector.awareness

@@ -150,7 +150,7 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
             f"{tree.root} ({fmt.name}: {evidence}): no box is left. Left out: "
             f"{lost or 'nothing; the annotations are empty'}."
         )
-    write_json(folder / _SUMMARY_FILE, summary.to_dict(), indent=1)
+    write_json(folder / _SUMMARY_FILE, asdict(summary), indent=1)
     return Conversion(folder, summary)
 
 

@@ -269,7 +269,8 @@ def _choose_sources(
     if like == NONE or not new or cfg["model"].get("moe") is None:
         return {}, {}
     if like != AUTO:
-        return dict.fromkeys(new, stored.space.groups[stored.dataset_id(like)]), {}
+        known = stored.space
+        return dict.fromkeys(new, known.groups[known.dataset_id(like)]), {}
     predictor = Predictor(stored.path, trust=stored.trust)
     if not predictor.can_tell:
         raise ConfigError(

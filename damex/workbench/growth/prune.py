@@ -16,7 +16,7 @@ import torch
 from mmengine.device import get_device
 from torch import Tensor
 
-from damex.config_files import PlainConfig, mixture_datasets, mixtures_of
+from damex.config_files import KEYS, PlainConfig, mixture_datasets, mixtures_of
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.engine.console import filter_console
 from damex.engine.rows import RowNames, has_groups, row_keys
@@ -28,7 +28,7 @@ from damex.inference.stored import (
     millions,
     write_checkpoint,
 )
-from damex.inference.trust import check_parts, without_unread
+from damex.inference.trust import check_parts
 from damex.models.insertion import moe_blocks
 from damex.workbench.export.specialist import clamp_max_per_img
 from damex.workbench.growth.grow import build_initialized, mixing_notes, remapped_state
@@ -59,7 +59,7 @@ def drop_datasets(stored: DetectorCheckpoint, drop: Sequence[str]) -> Pruned:
         ConfigError: If a dataset is unknown or the last, or others need its experts.
     """
     for name in drop:
-        stored.dataset_id(name)
+        stored.space.dataset_id(name)
     return _limited(stored, without(stored.space, drop))
 
 
@@ -75,7 +75,7 @@ def merge_groups(stored: DetectorCheckpoint, datasets: Sequence[str]) -> Pruned:
             averaged.
     """
     old = stored.space
-    groups = tuple(dict.fromkeys(old.groups[stored.dataset_id(n)] for n in datasets))
+    groups = tuple(dict.fromkeys(old.groups[old.dataset_id(n)] for n in datasets))
     if len(groups) < 2:
         raise ConfigError(
             f"--datasets must name datasets of two groups or more, and "
@@ -178,7 +178,7 @@ def kept_config(stored: DetectorCheckpoint, space: LabelSpace) -> dict[str, Any]
     """The config to write: what is in the allow-list, or all of it with ``trust``."""
     config = config_without(stored.config, space)
     if not stored.trust:
-        config = without_unread(config)
+        config = {key: value for key, value in config.items() if key in KEYS}
         check_parts(config, where=stored.path)
     imports = _imports(stored) if stored.trust else []
     config["custom_imports"] = dict(imports=["damex.registry", *imports])
