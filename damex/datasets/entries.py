@@ -205,9 +205,10 @@ def as_words(value: Any) -> tuple[str, ...] | None:
 
 def problem_of_names(names: Sequence[str], word: str = "name") -> str | None:
     """Why names cannot number the classes, or None; ``word`` is a singular noun."""
+    numbers: dict[str, int] = {}
     for number, name in enumerate(names, start=1):
         if not name.strip():
             return f"{word} {number} is empty"
-        if (first := names.index(name) + 1) < number:
+        if (first := numbers.setdefault(name, number)) < number:
             return f"{word} {first} and {word} {number} are both {name!r}"
     return None

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from damex.errors import ConfigError, did_you_mean
 
@@ -113,14 +113,6 @@ def run_name(folders: Iterable[str]) -> str:
     return "-".join(folders)[:60]
 
 
-def mixture_of(folders: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return the mixture of some datasets, equally weighted."""
-    return [
-        dict(name=key, root=str(Path(root).expanduser()), weight=1.0)
-        for key, root in folders.items()
-    ]
-
-
 def config_of_folders(
     folders: Mapping[str, str], model: str = "tiny", *, needs_model: bool = True
 ) -> Config:
@@ -143,5 +135,8 @@ def config_of_folders(
     cfg = read_config(MODELS[model].config, needs_model=needs_model)
     if MODELS[model].name is not None:
         cfg.model.name = MODELS[model].name
-    cfg.mixture = mixture_of(folders)
+    cfg.mixture = [
+        dict(name=name, root=str(Path(root).expanduser()), weight=1.0)
+        for name, root in folders.items()
+    ]
     return PlainConfig(cfg._cfg_dict, cfg_text="\n", filename=f"{run_name(folders)}.py")

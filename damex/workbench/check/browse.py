@@ -64,7 +64,7 @@ def browse(
                 tiles[view.title].append((sample.name, draw_tile(sample, colors)))
                 progress.step()
     for view in views:
-        name = re.sub(r"\W+", "_", f"{view.dataset}_{view.split}")
+        name = re.sub(r"[^\w.-]+", "_", f"{view.dataset}_{view.split}")
         with atomic_write(folder / f"{name}.png") as part:
             contact_sheet(view.title, tiles[view.title]).save(part)
     page = render(f"Data of {Path(config).stem}", views, tiles, colors, notes)

@@ -13,8 +13,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from damex.datasets.coco_checks import check_coco
 from damex.datasets.coco_records import Records
 from damex.datasets.coco_schema import Expectations
@@ -107,7 +105,6 @@ def _print_report(findings: Sequence[Finding], examples: int) -> None:
     for finding in findings:
         kinds = groups.setdefault(finding.dataset, {})
         kinds.setdefault((finding.level, finding.kind), []).append(finding)
-    console = Console()
     for dataset, kinds in groups.items():
         lines = [f"\n{dataset}: {_count_levels(chain(*kinds.values()))}"]
         order = sorted(kinds, key=lambda k: (k[1] != "left-out", LEVELS.index(k[0])))
@@ -120,8 +117,7 @@ def _print_report(findings: Sequence[Finding], examples: int) -> None:
             lines += [f"      {message}" for message in messages]
             if len(same) > len(shown):
                 lines.append(f"      ... and {len(same) - len(shown)} more findings")
-        text = printable("\n".join(lines))
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print(printable("\n".join(lines)))
 
 
 def _count_levels(findings: Iterable[Finding]) -> str:

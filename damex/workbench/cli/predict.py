@@ -5,14 +5,13 @@ from __future__ import annotations
 import csv
 import glob
 import os
-import posixpath
 import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from PIL import Image
@@ -233,13 +232,8 @@ def _place(path: Path) -> Path:
 def names_of(paths: Sequence[Path]) -> list[str]:
     """Unique relative names for files, without ``..``, from their common folder."""
     places = [_place(path) for path in paths]
-    # Windows drive letters become folders.
-    rooted = [
-        PurePosixPath("/", place.anchor.strip(":\\/"), *place.parts[1:])
-        for place in places
-    ]
-    shared = posixpath.commonpath([path.parent for path in rooted]) if rooted else ""
-    return [printable(str(path.relative_to(shared))) for path in rooted]
+    shared = os.path.commonpath([path.parent for path in places]) if places else ""
+    return [printable(os.path.relpath(path, shared)) for path in places]
 
 
 def check_outputs(targets: Sequence[Path], inputs: Sequence[Path]) -> None:

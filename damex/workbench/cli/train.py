@@ -209,7 +209,7 @@ def use_device(device: str | None) -> None:
     kind, _, index = (device or "").partition(":")
     if device is None:
         return
-    if kind not in ("cpu", "cuda") or not (index or "0").isdigit():
+    if kind not in ("cpu", "cuda") or not (index or "0").isdecimal():
         raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {device!r}.")
     if kind == "cpu":
         utils.DEVICE = "cpu"

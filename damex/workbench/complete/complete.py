@@ -5,7 +5,6 @@ These are pseudo-labels (self-training): detections of a teacher on training ima
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 import torch
 from torchvision.ops import box_iou
 
+from damex.datasets.coco_records import read_coco
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, did_you_mean, printable
@@ -285,7 +285,7 @@ def delete_labels(folder: Path, ids: Sequence[int]) -> str:
             f"--out: {folder} has no train.json; name the folder of one completed "
             "dataset, as in --out completed/boards --delete 12 57."
         )
-    document = json.loads(file.read_text(encoding="utf-8"))
+    document = read_coco(file, folder.name)
     predicted = {row["id"] for row in document["annotations"] if row.get("predicted")}
     if unknown := sorted({*ids} - predicted):
         raise ConfigError(

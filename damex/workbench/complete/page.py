@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image
 
 from damex.datasets.pixels import read_pixels
+from damex.errors import DataError
 from damex.files import write_text
 from damex.inference.drawing import Color, draw_boxes, palette
 from damex.progress import Bar
@@ -80,7 +81,14 @@ def _tile(
 ) -> dict[str, Any]:
     """An image with the existing labels in grey, and its detections dashed."""
     split = dataset.splits["train"]
-    pixels = Image.fromarray(read_pixels(split.paths[image], "color").image[..., ::-1])
+    try:
+        content = read_pixels(split.paths[image], "color").image
+    except OSError as error:
+        raise DataError(
+            f"dataset {dataset.name!r}: an image to draw cannot be read ({error}); "
+            "repair the file, or take it out of the annotations."
+        ) from error
+    pixels = Image.fromarray(content[..., ::-1])
     scale = min(SIDE / max(pixels.size), 1.0)
     pixels = pixels.resize([max(round(side * scale), 1) for side in pixels.size])
     own = split.objects[image].corners_N4

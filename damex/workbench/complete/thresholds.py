@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torchvision.ops import box_iou
+from mmdet.structures.bbox import bbox_overlaps
 
 from damex.progress import Bar
 from damex.workbench.complete.datasets import LabeledDataset, Objects
@@ -146,7 +146,8 @@ def judge(found: Found, truth: Objects, name: str) -> Judged:
         for crowds in (False, True)
     )
     is_right_N = right_ones(boxes_N4, objects_K4)
-    counts_N = is_right_N | ~_in_crowd(boxes_N4, crowds_C4)
+    covered_NC = bbox_overlaps(boxes_N4, crowds_C4, mode="iof")
+    counts_N = is_right_N | ~(covered_NC >= MIN_IOU).any(1).numpy()
     score_N = found.scores_N[mine]
     return Judged(score_N[counts_N], is_right_N[counts_N], len(objects_K4))
 
@@ -156,19 +157,9 @@ def right_ones(boxes_N4: torch.Tensor, objects_K4: torch.Tensor) -> np.ndarray:
     is_right_N = np.zeros(len(boxes_N4), bool)
     if not len(objects_K4):
         return is_right_N
-    overlap_NK = box_iou(boxes_N4, objects_K4)
+    overlap_NK = bbox_overlaps(boxes_N4, objects_K4)
     for place, overlap_K in enumerate(overlap_NK):
         if is_right := bool(overlap_K.max() >= MIN_IOU):
             overlap_NK[:, overlap_K.argmax()] = 0.0
         is_right_N[place] = is_right
     return is_right_N
-
-
-def _in_crowd(boxes_N4: torch.Tensor, crowds_C4: torch.Tensor) -> np.ndarray:
-    """Whether half of a box lies in a crowd (N,)."""
-    low_NC2 = torch.maximum(boxes_N4[:, None, :2], crowds_C4[:, :2])
-    high_NC2 = torch.minimum(boxes_N4[:, None, 2:], crowds_C4[:, 2:])
-    inside_NC = (high_NC2 - low_NC2).clamp_min(0).prod(-1)
-    area_N1 = (boxes_N4[:, 2:] - boxes_N4[:, :2]).prod(-1, keepdim=True)
-    in_any_N: np.ndarray = (inside_NC >= MIN_IOU * area_N1).any(1).numpy()
-    return in_any_N

@@ -319,7 +319,7 @@ def _wider_samples(tree: Tree, path: str, summary: Summary) -> Iterator[Sample]:
             else:
                 what = "annotated images that are missing"
                 summary.drop(what, f"{place}: {line}")
-        elif sample is None or not words or (len(words) == 1 and words[0].isdigit()):
+        elif sample is None or not words or (len(words) == 1 and words[0].isdecimal()):
             announced = int(words[0]) if len(words) == 1 and sample else announced
         elif not announced:
             if {*words} != {"0"}:

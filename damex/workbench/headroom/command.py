@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from damex.config_files import config_of
 from damex.engine.resumption import latest_checkpoint
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
+from damex.files import write_json, write_text
 from damex.workbench.cli.commands import BASELINES
 from damex.workbench.headroom.baselines import (
     RECIPE,
@@ -298,8 +298,7 @@ def _write(folder: Path, result: Mapping[str, Any], console: Console) -> None:
         parts.append(f"Missing: {gaps}. Differences are over common seeds.\n")
     decisions = [result["verdict"], *result["experts"].values()]
     text = "\n".join([*parts, *(one["text"] + "\n" for one in decisions)])
-    (folder / "headroom.md").write_text(text, encoding="utf-8")
-    plain = json.dumps(result, indent=2) + "\n"
-    (folder / "headroom.json").write_text(plain, encoding="utf-8")
+    write_text(folder / "headroom.md", text)
+    write_json(folder / "headroom.json", result, indent=2)
     console.print(text, soft_wrap=True, highlight=False)
     console.print(f"written: {folder / 'headroom.md'} and headroom.json")

@@ -22,7 +22,6 @@ start; no choice compared methods.
 from __future__ import annotations
 
 import json
-import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError
+from damex.files import atomic_folder, check_free
 from damex.workbench.toydata.domains import DATASETS, SPLITS, DatasetSpec, Renderer
 from damex.workbench.toydata.drawing import Canvas
 
@@ -61,37 +61,26 @@ def generate_toy_mixture(
 ) -> dict[str, list[int]]:
     """Generate the toy mixture in a new or empty folder.
 
-    Equal arguments give equal files (with the same Pillow and NumPy). The files are
-    made in a temporary folder and moved when complete.
+    Equal arguments give equal files (with the same Pillow and NumPy). The folder
+    appears when it is complete.
 
     Returns:
         For each dataset the number of boxes in its two splits.
 
     Raises:
-        ConfigError: If the seed is negative.
-        DataError: If `out` is a file, or a folder with files.
+        ConfigError: If the seed is negative, or `out` is taken or cannot be written.
     """
     if seed < 0:
         raise ConfigError(f"toy mixture: seed must be 0 or more, got {seed}")
     out = Path(out)
-    if (out.exists() or out.is_symlink()) and not out.is_dir():
-        what = "is a file" if out.exists() else "is a link to nothing"
-        raise DataError(f"toy mixture: out={str(out)!r} {what}; name a folder")
-    if out.is_dir() and (content := sorted(path.name for path in out.iterdir())):
-        raise DataError(
-            f"toy mixture: folder {str(out)!r} has other content "
-            f"({', '.join(content[:5])}); name a new folder with --out"
-        )
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_free(out)
     boxes = {}
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.parent) as name:
-        made = Path(name) / "made"
+    with atomic_folder(out) as made:
         for spec in specs:
             (made / spec.name / "images").mkdir(parents=True)
             boxes[spec.name] = [
                 _write_split(made, spec, split, seed) for split in SPLITS
             ]
-        made.replace(out.resolve())  # of a link to an empty folder, the folder
     return boxes
 
 
