@@ -7,8 +7,6 @@ import pytest
 
 from damex.errors import (
     RANGES,
-    ConfigError,
-    DataError,
     check_choice,
     check_number,
     check_sizes,
@@ -45,11 +43,6 @@ def test_controls_of_a_terminal_are_escaped(text, shown):
 )
 def test_suggests_the_nearest_name_and_lists_known_ones(name, known, limit, text):
     assert did_you_mean(name, known, limit=limit) == text
-
-
-@pytest.mark.parametrize("kind", [ConfigError, DataError])
-def test_errors_are_value_errors(kind):
-    assert issubclass(kind, ValueError)
 
 
 @pytest.mark.parametrize("expected", RANGES)

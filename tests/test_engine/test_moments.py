@@ -55,18 +55,6 @@ def convert(model, moments=MOMENTS, *, state=None, is_second=False):
     }
 
 
-@pytest.mark.parametrize("is_second", [False, True])
-def test_every_expert_has_the_moments_of_the_ffn(is_second):
-    found = convert(make_model(), is_second=is_second)
-    bank = "ffn.moe.experts."
-    assert set(found) == {bank + n for n in ("w1_EDH", "b1_EH", "w2_EHD", "b2_ED")}
-    w1_DH, w2_HD = [[1, 3, 5], [2, 4, 6]], [[1, 4], [2, 5], [3, 6]]
-    assert found[bank + "w1_EDH"].tolist() == [w1_DH, w1_DH]
-    assert found[bank + "b1_EH"].tolist() == [[7, 8, 9]] * 2
-    assert found[bank + "w2_EHD"].tolist() == [w2_HD, w2_HD]
-    assert found[bank + "b2_ED"].tolist() == [[10, 20]] * 2
-
-
 @pytest.mark.parametrize(("is_second", "filled"), [(False, 0), (True, 1)])
 def test_parts_have_those_of_their_hidden_units(is_second, filled):
     """Units 0 and 1 are one part, unit 2 and one that fills it up the other."""
@@ -139,14 +127,6 @@ def test_a_slope_and_a_bias_that_does_not_learn():
 def test_an_ffn_of_another_width_gives_nothing():
     """Not even the bias that would fit: its weights are not loaded."""
     assert convert(make_model(hidden_dims=4)) == {}
-
-
-def test_experts_keep_their_own_moments():
-    model = make_model()
-    moments = {name: torch.rand_like(p) for name, p in model.named_parameters()}
-    found = convert(make_model(), moments, state=model.state_dict(), is_second=True)
-    assert found.keys() == moments.keys()
-    assert all(torch.equal(found[name], moments[name]) for name in moments)
 
 
 @pytest.mark.parametrize("is_dense", [True, False])

@@ -106,16 +106,6 @@ def test_options_of_datasets_travel_with_the_checkpoint(
     assert "tensors are unknown (such as awareness." in refused.stderr
 
 
-def test_a_gate_with_a_schedule_ends_at_its_end(write_config, run_tool, tmp_path):
-    config = write_config(extra="train_cfg = dict(max_epochs=1, val_interval=9)")
-    moe = ROOT / "configs" / "_base_" / "moe" / "dense_to_sparse.py"
-    trained = run_tool("train.py", config, "--cfg-options", f"moe={moe}")
-    assert trained.returncode == 0, trained.stderr
-    state = weights(tmp_path / "work" / "epoch_1.pth")
-    progress = [state[name].item() for name in state if name.endswith("gate.progress")]
-    assert progress == [1.0, 1.0]
-
-
 def test_a_detector_that_becomes_sparse_on_the_way(write_config, run_tool, tmp_path):
     """Killed at the switch; before it, the detector is tested as a dense one."""
     schedule = ROOT / "configs/_base_/schedules/adamw_tiny_two_cycles.py"

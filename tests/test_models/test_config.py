@@ -5,7 +5,7 @@ import torch
 
 from damex.errors import ConfigError
 from damex.models.build import moe_difference, resolved_moe
-from damex.models.config import BlockConfig, read_config, read_moe
+from damex.models.config import read_moe
 from damex.moe import TopKGate
 
 WARMED_UP = dict(router_warmup=dict(iters=1))
@@ -82,11 +82,6 @@ def test_one_line_names_field_value_and_what_is_allowed(changes, message, build)
         build(moe={**moe, **changes}, num_groups=2)
     assert "\n" not in str(caught.value)  # as the command line shows it
     assert str(caught.value).startswith(("moe", "the mixture has 2 dataset groups"))
-
-
-def test_defaults_are_those_of_a_detr():
-    assert BlockConfig() == BlockConfig(norm="post", drop_path=0.0)
-    assert read_config(BlockConfig, dict(norm="pre"), "moe.block").drop_path == 0.0
 
 
 DAMEX = dict(

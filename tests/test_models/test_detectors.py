@@ -60,13 +60,6 @@ def test_padding_and_filler_queries_are_never_routed(
     assert decoder.assignment.counts_E.sum() == 228
 
 
-def test_prediction_does_not_read_the_dataset(build, make_batch, run_predict):
-    detector = build()
-    known = run_predict(detector, make_batch([0, 2]))
-    unknown = run_predict(detector, make_batch([None, None]))
-    assert_same(known, unknown, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("divisor", [1, 32, 96])
 def test_an_image_does_not_depend_on_the_others_of_its_batch(
     build_mmdet, make_batch, run_predict, detector_name, divisor

@@ -47,14 +47,6 @@ def test_each_expert_starts_at_the_scale_of_a_dense_ffn(build):
     assert not torch.equal(weight_EDH[0], weight_EDH[1])
 
 
-def test_several_experts_per_group_are_shared_out_in_order(build):
-    block = moe_blocks(build(moe={**DAMEX, "num_experts": 5}, num_groups=2))[0]
-    assert block.moe.group_experts_GE.int().tolist() == [
-        [1, 1, 1, 0, 0],
-        [0, 0, 0, 1, 1],
-    ]
-
-
 def test_a_router_that_has_groups_gets_those_of_the_mixture(build):
     router = dict(type="HierarchicalRouter")
     moe = {**DAMEX, "num_experts": 5, "router": router}

@@ -397,16 +397,6 @@ def test_schedules_of_gates_begin_with_the_experts(build):
     assert found == [0.0, 0.0, 0.5, 1.0]
 
 
-def test_gradients_of_a_step_that_is_not_finished_are_copied_too(build, make_batch):
-    detector, wrapper = make(build, UPCYCLED)
-    wrapper._accumulative_counts = 5
-    train(detector, wrapper, make_batch, range(SWITCH))
-    begin(detector, wrapper)
-    for parameter in banks(detector):
-        assert parameter.grad[0].abs().sum() > 0
-        assert torch.equal(parameter.grad, parameter.grad[:1].expand_as(parameter))
-
-
 def test_without_the_option_nothing_new_is_in_the_state_dict(build):
     plain = build(moe=EXPERTS)
     new = set(build(moe=UPCYCLED).state_dict()) - set(plain.state_dict())

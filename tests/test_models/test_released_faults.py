@@ -5,11 +5,8 @@ Read in the code at github.com/jinga-lala/DAMEX, commit 20ded9d.
 
 import pytest
 import torch
-from mmdet.registry import DATASETS
-from mmengine.config import Config
 from torch.nn import functional
 
-from damex.engine.config import resolve_config
 from damex.models.insertion import moe_blocks
 
 
@@ -69,43 +66,3 @@ def test_a_good_router_costs_no_query_unless_the_released_code_is_asked_for(
         # 900 queries and 25 groups of two denoising ones for each of 2 boxes: 1000
         # tokens; ceil(1000 / 8) = 125 and int(1.25 * 125) = 156 places.
         assert losses["moe_drop_rate"].item() == pytest.approx(1 - 156 / 1000)
-
-
-@pytest.fixture
-def mixture(two_datasets):
-    """Cars and persons, each the first class of one of the datasets, by real files."""
-    steps = [
-        dict(type="LoadImageFromFile"),
-        dict(type="LoadAnnotations", with_bbox=True),
-        dict(type="Resize", scale=(64, 64), keep_ratio=False),
-        dict(type="PackDetInputs"),
-    ]
-    loader = dict(dataset=dict(type="MixtureDataset", pipeline=steps))
-    model = dict(bbox_head=dict(num_classes=None))
-    parts = dict(mixture=two_datasets, model=model, train_dataloader=loader)
-    return resolve_config(Config(parts))
-
-
-def test_the_first_classes_of_two_datasets_train_different_logits(
-    build, mixture, run_loss
-):
-    """Fault: the loss sees each dataset's own class numbers, so that COCO's person,
-    VOC's aeroplane and WIDER FACE's face all train the same logit.
-    """
-    dataset = DATASETS.build(mixture.train_dataloader.dataset)
-    classes = dataset.metainfo["classes"]
-    assert len(classes) == 4
-    trained = {}
-    for index, name in ((0, "car"), (5, "person")):  # first images of street and park
-        data = dataset[index]
-        instances = data["data_samples"].gt_instances
-        # The first box has the first class of its own dataset.
-        data["data_samples"].gt_instances = instances[:1]
-        detector = build(num_groups=2)
-        batch = dict(inputs=[data["inputs"]], data_samples=[data["data_samples"]])
-        run_loss(detector, batch)["loss_cls"].backward()
-        gradient = detector.bbox_head.cls_branches[2].bias.grad
-        # Only the logit of the object's class is pulled up.
-        assert (gradient < 0).sum() == 1
-        trained[name] = classes[int(gradient.argmin())]
-    assert trained == {"car": "car", "person": "person"}

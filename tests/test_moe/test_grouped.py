@@ -105,15 +105,6 @@ def test_autocast_computes_in_bfloat16(counts, backend):
     assert all(leaf.grad.dtype == torch.float32 for leaf in leaves)
 
 
-@pytest.mark.parametrize("backend", ["auto", "split"])
-@pytest.mark.parametrize("counts", [[2, 0, 1], [0, 3, 0], [1, 1, 1]])
-def test_gradcheck(counts, backend):
-    leaves, counts_E = inputs(counts, dtype=torch.float64, width=2, out=3)
-    assert torch.autograd.gradcheck(
-        lambda *args: grouped_linear(*args, counts_E, backend=backend), leaves
-    )
-
-
 @pytest.mark.skipif(
     Version(torch.__version__) < Version("2.7"),
     reason="torch 2.6 cannot read counts inside of torch.func",

@@ -9,7 +9,6 @@ from studies.damex2023.faults import draw_images
 from studies.damex2023.mixing import (
     ClusterMoE,
     Mixing,
-    dataset_experts,
     draw_mixture,
     evaluate,
 )
@@ -35,12 +34,6 @@ def model():
     return ClusterMoE(
         "damex", dims=32, num_datasets=4, num_experts=4, hidden_dims=3
     ).eval()
-
-
-def test_experts_are_shared_out_or_shared():
-    assert dataset_experts(2, 4) == [[0, 1], [2, 3]]
-    assert dataset_experts(4, 4) == [[0], [1], [2], [3]]
-    assert dataset_experts(8, 4) == [[0], [0], [1], [1], [2], [2], [3], [3]]
 
 
 def test_the_model_is_the_paper_s_sum_over_patches(model, task, generator):

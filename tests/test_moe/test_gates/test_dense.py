@@ -109,10 +109,3 @@ def test_training_without_progress_is_refused():
     gate(logits)
     # a temperature that never moves needs no progress
     DenseToSparseGate(start_temperature=1.0, end_temperature=1.0)(logits)
-
-
-def test_progress_is_part_of_the_checkpoint():
-    gate, other = DenseToSparseGate(), DenseToSparseGate()
-    gate.begin_step(0.75)
-    other.load_state_dict(gate.state_dict())
-    assert other.temperature.item() == gate.temperature.item() != 2.0
