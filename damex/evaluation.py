@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -164,7 +165,8 @@ class _Row:
 
     ``tokens_LE`` are tokens per layer by their first expert, None without experts;
     ``group_experts`` the experts of each group, None if groups share all of them.
-    ``window`` is the part of the image, None for all of it.
+    ``window`` is the part of the image, None for all of it, and ``number`` that of the
+    image in its dataset, as several files may use an id.
     """
 
     dataset_id: int
@@ -174,11 +176,13 @@ class _Row:
     tokens_LE: np.ndarray | None
     group_experts: Sequence[Sequence[int]] | None
     window: Window | None = None
+    number: int = 0
 
     @property
-    def place(self) -> tuple[int, bool, Any]:
+    def place(self) -> tuple[int, bool, Any, int]:
         """COCO evaluates the images of a dataset by id; that decides equal scores."""
-        return self.dataset_id, isinstance(self.image_id, str), self.image_id
+        is_text = isinstance(self.image_id, str)
+        return self.dataset_id, is_text, self.image_id, self.number
 
 
 @METRICS.register_module()
@@ -269,6 +273,7 @@ class MixtureMetric(BaseMetric):
                     tokens_LE=np.array([*counts.values()]) if counts else None,
                     group_experts=sample.get("group_experts"),
                     window=sample.get("window"),
+                    number=sample.get("image_number", 0),
                 )
             )
 
@@ -300,8 +305,16 @@ class MixtureMetric(BaseMetric):
                 scores |= {f"{name}/{key}": value for key, value in found.items()}
         for key in ("AP", "AP50", "AP75", "routing_accuracy"):
             column = [v for name, v in scores.items() if name.endswith(f"/{key}")]
-            if not np.all(np.isnan(column)):
-                scores[f"mean/{key}"] = float(np.nanmean(column))
+            if column:
+                seen = [value for value in column if not math.isnan(value)]
+                scores[f"mean/{key}"] = float(np.mean(seen)) if seen else math.nan
+        if math.isnan(scores.get("mean/AP", math.nan)):
+            print_log(
+                "no image of the evaluation has an object that counts: AP is unknown, "
+                "and no checkpoint is the best one.",
+                logger="current",
+                level=logging.WARNING,
+            )
         pooled = self._scores(images, space, range(space.num_classes))
         scores |= {f"pooled/{key}": value for key, value in pooled.items()}
         tokens_SLE = [row.tokens_LE for row in results if row.tokens_LE is not None]
@@ -376,8 +389,9 @@ def _image_result(sample: Mapping[str, Any], found: Mapping[str, Any]) -> ImageR
     return ImageResult(
         width=int(width),
         height=int(height),
-        boxes=found["bboxes"].cpu().numpy() + np.array([left, top] * 2, np.float32),
-        scores=found["scores"].cpu().numpy(),
+        boxes=found["bboxes"].float().cpu().numpy()
+        + np.array([left, top] * 2, np.float32),
+        scores=found["scores"].float().cpu().numpy(),
         labels=found["labels"].cpu().numpy(),
         ground_truth=sample["ground_truth"],
     )

@@ -158,6 +158,12 @@ def test_a_class_is_labeled_only_where_half_of_the_labels_would_be_right(folders
     assert (found.accepted, found.ignored, found.recall) == (float("inf"), 0.8, 0.0)
 
 
+def test_a_dataset_may_have_the_name_of_its_class(folders, tmp_path):
+    folders = {"cat": folders["cats"], "dog": folders["dogs"]}
+    said = complete(FakeTeacher(CAT, DOG), folders, tmp_path / "done", min_score=0.5)
+    assert "| cat | dog | 2 |" in said
+
+
 def test_detections_become_labels_or_are_ignored(folders, tmp_path):
     """Labels of people stay as they are, and the folder trains like any other."""
     over_a_cat = ("dog", 0.99, [2, 2, 12, 9])  # IoU with the cat: 70 of 80

@@ -126,7 +126,9 @@ class NamedCocoDataset(CocoDataset):
         info = super().parse_data_info(raw_data_info)
         for instance in info["instances"]:
             instance["bbox"] = _clip(instance["bbox"], image)
-        info["predicted_labels"] = [self.cat2label[key] for key in self._predicted]
+        info["predicted_labels"] = [
+            self.cat2label[key] for key in self._predicted if key in self.cat2label
+        ]
         if self.test_mode:
             info["ground_truth"] = [
                 dict(

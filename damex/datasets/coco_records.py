@@ -216,6 +216,8 @@ def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
     def is_used(key: Any) -> bool:
         ways = {json.dumps(key), json.dumps(key, ensure_ascii=False)}
         ids = "|".join(map(re.escape, ways))
+        if isinstance(key, (int, float)) and float(key).is_integer():
+            ids = rf"{int(key)}(\.0+)?"
         return re.search(rf'"category_id"\s*:\s*({ids})(?![\w.])', text) is not None
 
     kept = _without_headings(categories, is_used)

@@ -212,7 +212,8 @@ class MixtureDataset(Dataset):
                     f"dataset {spec.name!r}: {info['img_path']} has no width and "
                     f"height in its annotation, which tile={spec.tile} needs."
                 )
-            windows = windows_of(info["width"], info["height"], spec.tile)
+            width, height = round(info["width"]), round(info["height"])
+            windows = windows_of(width, height, spec.tile)
             found += [(inner, window) for window in windows]
         return found
 
@@ -221,7 +222,8 @@ class MixtureDataset(Dataset):
         source, inner = self.locate(index)
         info = self.sources[source].get_data_info(inner)
         if (windows := self._windows[source]) is not None:
-            info["window"] = windows[self._place(index)[1]][1]
+            place = windows[self._place(index)[1]]
+            info["image_number"], info["window"] = place
         labels = self._labels[source]
         for key in ("instances", "ground_truth"):
             for instance in info.get(key, ()):
@@ -258,7 +260,7 @@ class MixtureDataset(Dataset):
     def _run_pipeline(self, index: int) -> dict[str, Any] | None:
         source, _ = self.locate(index)
         info = self.get_data_info(index)
-        keys = {"predicted_labels", "sample_idx", "window"} & {*info}
+        keys = {"predicted_labels", "sample_idx", "window", "image_number"} & {*info}
         added = {key: info[key] for key in keys}
         identity = {**self._identities[source], **added}
         if self.test_mode:

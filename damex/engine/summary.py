@@ -79,11 +79,13 @@ class RunSummaryHook(Hook):
     ) -> None:
         """Keep the first images of every dataset for the picture."""
         for sample in outputs:
-            if not isinstance(sample, DetDataSample):  # of a detector of one's own
+            meta = getattr(sample, "metainfo", {})
+            path = meta.get("img_path")  # a pipeline may leave it out
+            if path is None or not isinstance(sample, DetDataSample):
                 continue
-            kept = self._samples[sample.metainfo.get("dataset_name", "")]
-            if sample.img_path in kept or len(kept) < IMAGES_PER_DATASET:
-                kept.setdefault(sample.img_path, []).append(sample)
+            kept = self._samples[meta.get("dataset_name", "")]
+            if path in kept or len(kept) < IMAGES_PER_DATASET:
+                kept.setdefault(path, []).append(sample)
 
     after_test_iter = after_val_iter
 

@@ -205,8 +205,8 @@ class MoETransformersDetector(RoutedDetector, TransformersDetector):
     )
 
     def __init__(self, **kwargs: Any) -> None:
-        for key in ("label_prior", "dataset_head"):
-            if kwargs.get(key) is not None:
+        for key in ("label_prior", "dataset_head", "image_balance"):
+            if kwargs.get(key) not in (None, 0):
                 raise ConfigError(
                     f"model.{key} is not available in a MoETransformersDetector; leave "
                     "it out."

@@ -5,6 +5,7 @@ Imports nothing heavy: the command line shows the models in its help.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ def _of_hub(parameters: float, name: str) -> ShippedModel:
     return ShippedModel("hf/finetune_640", parameters, NEEDS_OF_HUB, name)
 
 
+MAX_NAME = 60  # of a work directory, in characters
 NEEDS_OF_HUB = "a GPU; damex[hf], COCO weights, downloaded"
 MODELS: Mapping[str, ShippedModel] = MappingProxyType(
     {
@@ -110,7 +112,11 @@ def folder_name(folder: str | os.PathLike[str]) -> str:
 
 def run_name(folders: Iterable[str]) -> str:
     """Name of the config and the work dir of a training on some datasets."""
-    return "-".join(folders)[:60]
+    name = "-".join(folders)
+    if len(name) <= MAX_NAME:
+        return name
+    digest = hashlib.sha256(name.encode()).hexdigest()[:8]
+    return f"{name[: MAX_NAME - 9]}-{digest}"
 
 
 def config_of_folders(

@@ -191,14 +191,24 @@ def test_headings_are_classes_if_used(
     assert found == [True] * is_logged
 
 
-@pytest.mark.parametrize("key", ["a", "tiér", 1.5])
+@pytest.mark.parametrize(
+    ("key", "used"), [("a", "a"), ("tiér", "tiér"), (1.5, 1.5), (1, 1.0), (1.0, 1)]
+)
 @pytest.mark.parametrize("is_ascii", [True, False])
-def test_an_id_of_any_kind_counts_as_used(tmp_path, key, is_ascii):
+def test_an_id_of_any_kind_counts_as_used(tmp_path, key, used, is_ascii):
     names = [dict(id=key, name="animal"), dict(id=2, name="x", supercategory="animal")]
     file = tmp_path / "train.json"
-    content = dict(categories=names, annotations=[dict(id=1, category_id=key)])
+    content = dict(categories=names, annotations=[dict(id=1, category_id=used)])
     file.write_text(json.dumps(content, ensure_ascii=is_ascii), "utf-8")
     assert read_class_names(file, "park") == ("animal", "x")
+
+
+def test_a_predicted_class_may_be_left_out(park, edit_json):
+    edit_json(park, set_record("categories", 1, predicted=True))
+    names = [one["name"] for one in json.loads(park.read_text())["categories"]]
+    assert load(park, names).get_data_info(0)["predicted_labels"] == [1]
+    others = [names[0], *names[2:]]
+    assert load(park, others).get_data_info(0)["predicted_labels"] == []
 
 
 def test_class_that_no_box_uses_stays(park, edit_json):

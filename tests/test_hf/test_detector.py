@@ -385,6 +385,7 @@ def test_batch_norms_start_as_the_identity(family, build_hf):
         (dict(test_cfg=dict(max_per_img=81)), "can make 80 detections .*=81 asks"),
         (dict(data_preprocessor=dict(pad_size_divisor=16)), "strides up to 32"),
         (dict(label_prior=dict(source="head")), "label_prior is not available"),
+        (dict(image_balance=0.5), "image_balance is not available"),
         (dict(backbone=TIMM), "model.backbone and model.config.backbone_config"),
         (dict(backbone=dict(type="ResNet", depth=18)), "'ResNet'; a MoETransformers"),
         (

@@ -15,7 +15,19 @@ import damex
 from damex.errors import ConfigError, DataError
 from damex.workbench.api import _finished
 from damex.workbench.check.sources import mixture_config_of
-from damex.workbench.zero_config import MODELS, config_of_folders, named_folders
+from damex.workbench.zero_config import (
+    MODELS,
+    config_of_folders,
+    named_folders,
+    run_name,
+)
+
+
+def test_mixtures_of_many_datasets_have_a_folder_each():
+    names = [f"a_rather_long_name_{i}" for i in range(7)]
+    runs = {run_name(names[:count]) for count in range(1, 8)}
+    assert len(runs) == 7
+    assert max(map(len, runs)) == 60
 
 
 def test_folders_have_given_names_or_their_own(tmp_path, monkeypatch):

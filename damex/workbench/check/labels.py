@@ -158,12 +158,15 @@ def _cell(count: ClassCount, target: str) -> str:
     return own + ("not counted" if count.boxes is None else f"{count.boxes:,}")
 
 
-def near_misses(rows: Rows, datasets: Collection[str]) -> list[str]:
-    """Pairs of classes of the mixture with nearly the same name.
+def is_kept_apart(name: str, datasets: Collection[str]) -> bool:
+    """Whether a class is named ``dataset/class``: not merged, on purpose."""
+    prefix, slash, _ = name.partition("/")
+    return bool(slash) and prefix in datasets
 
-    Names with a dataset before a slash were kept apart on purpose.
-    """
-    names = [name for name in rows if name.split("/")[0] not in datasets]
+
+def near_misses(rows: Rows, datasets: Collection[str]) -> list[str]:
+    """Pairs of classes of the mixture with nearly the same name."""
+    names = [name for name in rows if not is_kept_apart(name, datasets)]
     lines = []
     for first, second, why in similar_names(names):
         a, b = ({dataset for dataset, _ in rows[name]} for name in (first, second))

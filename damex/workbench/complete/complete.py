@@ -21,6 +21,7 @@ from damex.errors import ConfigError, DataError, did_you_mean, printable
 from damex.files import atomic_folder, check_free, write_json
 from damex.inference.predictor import Predictor
 from damex.progress import Bar
+from damex.workbench.check.labels import is_kept_apart
 from damex.workbench.complete.datasets import (
     Label,
     LabeledDataset,
@@ -148,12 +149,9 @@ def _chosen(teacher: Teacher, classes: Sequence[str]) -> Sequence[str]:
 def _missing(
     teacher: Teacher, datasets: Sequence[LabeledDataset], classes: Sequence[str]
 ) -> dict[str, list[str]]:
-    """The classes to complete, by dataset; ConfigError without any.
-
-    A class of the name ``dataset/class`` was kept apart on purpose.
-    """
+    """The classes to complete, by dataset; ConfigError without any."""
     names = {*teacher.known, *(one.name for one in datasets)}
-    shared = [name for name in classes if name.split("/")[0] not in names]
+    shared = [name for name in classes if not is_kept_apart(name, names)]
     missing = {one.name: one.missing(shared) for one in datasets}
     if not any(missing.values()):
         raise ConfigError(
