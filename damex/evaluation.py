@@ -101,21 +101,17 @@ def _mean(precision: np.ndarray) -> float:
 
 
 def _load(backend: str | None) -> tuple[Any, Any]:
-    """The COCO and COCOeval classes of a backend; by default the first installed."""
+    """The COCO and COCOeval classes of a backend; by default the faster ones."""
     if backend not in (None, *COCO_BACKENDS):
         raise ValueError(f"backend must be one of {COCO_BACKENDS}, got {backend!r}.")
-    if backend != "pycocotools":
-        try:
-            from faster_coco_eval import COCO, COCOeval_faster
+    if backend == "pycocotools":
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
 
-            return COCO, COCOeval_faster
-        except ImportError:
-            if backend is not None:
-                raise
-    from pycocotools.coco import COCO
-    from pycocotools.cocoeval import COCOeval
+        return COCO, COCOeval
+    from faster_coco_eval import COCO, COCOeval_faster
 
-    return COCO, COCOeval
+    return COCO, COCOeval_faster
 
 
 def _document(
@@ -212,8 +208,7 @@ class MixtureMetric(BaseMetric):
     to the experts of that dataset group.
 
     Args:
-        backend: ``faster_coco_eval`` or ``pycocotools``; by default the first
-            installed.
+        backend: ``faster_coco_eval``, the default, or ``pycocotools``.
         classwise: Whether to score each class.
         dataset_known: Whether detections of a dataset's image are selected among its
             classes; if not, they compete with those of other classes for their places.

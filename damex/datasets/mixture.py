@@ -222,8 +222,7 @@ class MixtureDataset(Dataset):
         source, inner = self.locate(index)
         info = self.sources[source].get_data_info(inner)
         if (windows := self._windows[source]) is not None:
-            place = windows[self._place(index)[1]]
-            info["image_number"], info["window"] = place
+            info["image_number"], info["window"] = windows[self._place(index)[1]]
         labels = self._labels[source]
         for key in ("instances", "ground_truth"):
             for instance in info.get(key, ()):

@@ -21,6 +21,7 @@ from torch import nn
 
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.sampler import MixtureSampler
+from damex.datasets.tiles import joined
 from damex.engine.hooks import bare_model
 from damex.errors import printable
 from damex.files import make_folder
@@ -221,6 +222,7 @@ class MixtureVisualizationHook(DetVisualizationHook):
 
     def before_run(self, runner: Runner) -> None:
         """Create the folder, before a checkpoint is loaded; ConfigError on failure."""
+        self._windows: list[Any] = []  # of one image
         if self.test_out_dir is not None:
             # mmdet joins paths, which leaves an absolute one unchanged.
             logs = Path(runner.work_dir) / runner.timestamp
@@ -230,11 +232,32 @@ class MixtureVisualizationHook(DetVisualizationHook):
     def after_test_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any, outputs: Sequence[Any]
     ) -> None:
-        """Draw every image of a batch into the folder of its dataset."""
+        """Draw every image of a batch into the folder of its dataset.
+
+        The windows of an image are drawn as one when another image follows. Several
+        processes share them out, and each draws its own.
+        """
+        for sample in outputs if self.draw else ():
+            if self._windows and self._windows[0].img_path != sample.img_path:
+                self._draw_windows(runner, batch_idx)
+            if "window" in sample.metainfo:
+                self._windows.append(sample)
+            else:
+                self._draw_image(runner, batch_idx, sample)
+
+    def after_test_epoch(self, runner: Runner, metrics: Any = None) -> None:
+        """Draw the windows of the last image."""
+        if self._windows:
+            self._draw_windows(runner, 0)
+
+    def _draw_windows(self, runner: Runner, batch_idx: int) -> None:
+        self._draw_image(runner, batch_idx, joined(self._windows))
+        self._windows = []
+
+    def _draw_image(self, runner: Runner, batch_idx: int, sample: Any) -> None:
         folder = self.test_out_dir
-        for sample in outputs:
-            if folder is not None:
-                name = sample.metainfo.get("dataset_name", "")
-                self.test_out_dir = str(Path(folder) / name)
-            super().after_test_iter(runner, batch_idx, data_batch, [sample])
+        if folder is not None:
+            name = sample.metainfo.get("dataset_name", "")
+            self.test_out_dir = str(Path(folder) / name)
+        super().after_test_iter(runner, batch_idx, None, [sample])
         self.test_out_dir = folder

@@ -6,7 +6,7 @@ import logging
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
@@ -340,7 +340,7 @@ class MixtureRunner(Runner):
         filename: str,
         map_location: str | Callable = "cpu",
         strict: bool = False,
-        revise_keys: list | None = None,
+        revise_keys: Sequence = ((r"^module\.", ""),),
     ) -> dict:
         """Load a checkpoint as data; to resume or evaluate, it has to fit exactly.
 
@@ -378,9 +378,8 @@ class MixtureRunner(Runner):
         for note in filter(None, notes):
             self.logger.warning(f"{filename}: {note}")
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
-        revise_keys = revise_keys or [(r"^module\.", "")]
         checkpoint = _load_checkpoint_to_model(
-            model, checkpoint, strict, revise_keys=revise_keys
+            model, checkpoint, strict, revise_keys=[*revise_keys]
         )
         self._has_loaded = True
         self.logger.info(f"Load checkpoint from {filename}")

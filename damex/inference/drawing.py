@@ -41,7 +41,7 @@ def draw_boxes(
     image_HWC: np.ndarray,
     boxes_N4: np.ndarray | Sequence[Sequence[float]],
     labels: Sequence[str],
-    colors: Sequence[Color] | None = None,
+    colors: Sequence[Color],
     *,
     dashed: Sequence[bool] = (),
 ) -> np.ndarray:
@@ -51,13 +51,10 @@ def draw_boxes(
         image_HWC: uint8 RGB.
         boxes_N4: Corners x1, y1, x2, y2 in pixels.
         labels: Text at each box; empty for none.
-        colors: RGB of each box; by default from the `palette` of the labels.
+        colors: RGB of each box.
         dashed: Whether a box has a dashed line; none by default.
     """
     image = Image.fromarray(np.ascontiguousarray(image_HWC))
-    if colors is None:
-        known = palette(dict.fromkeys(labels))
-        colors = [known[label] for label in labels]
     longer = max(image.size)
     pen, width = ImageDraw.Draw(image), max(longer // LINE, 2)
     font = ImageFont.load_default(max(longer // TEXT, 12))

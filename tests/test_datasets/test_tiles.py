@@ -3,16 +3,19 @@
 import copy
 import itertools
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from mmdet.datasets import BaseDetDataset
+from mmdet.engine.hooks import DetVisualizationHook
 from mmdet.registry import TRANSFORMS
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes
 from mmengine.config import Config
 from mmengine.structures import InstanceData
+from mmengine.visualization import Visualizer
 
 import damex
 from damex.__main__ import main
@@ -21,6 +24,7 @@ from damex.datasets.mixture import MixtureDataset, SeededIndex
 from damex.datasets.sampler import MixtureSampler
 from damex.datasets.tiles import joined, tiled
 from damex.datasets.windows import advice_for, windows_of
+from damex.engine.console import MixtureVisualizationHook
 from damex.errors import ConfigError, DataError
 from damex.evaluation import MixtureMetric
 from damex.workbench.cli.train import set_tiles
@@ -291,6 +295,39 @@ def test_detections_of_other_classes_are_not_merged():
     assert whole.bboxes.tolist() == [[40, 4, 50, 20]] * 2
     (alone,) = [joined([part(20, 3, 3)]).pred_instances]
     assert len(alone) == 2  # a single window has nothing to be merged with
+
+
+def test_windows_are_drawn_as_one_image(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(
+        DetVisualizationHook,
+        "after_test_iter",
+        lambda hook, *call: drawn.append((hook.test_out_dir, *call[-1])),
+    )
+    monkeypatch.setattr(Visualizer, "get_current_instance", lambda: None)
+    hook = MixtureVisualizationHook(draw=True, test_out_dir=str(tmp_path))
+    hook.before_run(SimpleNamespace(work_dir=tmp_path, timestamp="t"))
+    samples = []
+    for name, lefts in (("a", (0, 8)), ("b", (None,)), ("c", (8,))):
+        for left in lefts:
+            meta = {} if left is None else dict(window=(left, 0, left + 32, 32))
+            sample = DetDataSample(
+                metainfo=dict(img_path=name, dataset_name="x", **meta)
+            )
+            sample.pred_instances = InstanceData(
+                bboxes=torch.tensor([[10.0, 0.0, 20.0, 9.0]]),
+                scores=torch.tensor([0.5]),
+                labels=torch.tensor([0]),
+            )
+            samples.append(sample)
+    hook.after_test_iter(None, 0, None, samples[:1])
+    hook.after_test_iter(None, 1, None, samples[1:])
+    hook.after_test_epoch(None)
+    assert [(folder, one.img_path) for folder, one in drawn] == [
+        (str(tmp_path / "x"), name) for name in "abc"
+    ]
+    lefts = [one.pred_instances.bboxes[:, 0].tolist() for _, one in drawn]
+    assert lefts == [[10.0, 18.0], [10.0], [18.0]]
 
 
 def test_training_shows_random_windows_and_counts_images(two_datasets):

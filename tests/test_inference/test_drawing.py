@@ -30,7 +30,7 @@ def test_boxes_and_names_are_drawn_where_they_are():
     assert (drawn[33:58, 11:38] == 255).all()
     assert (drawn[20, 9] == [200, 0, 0]).all()  # above the first box
     assert (drawn[:29, 60:] == 255).all()  # no name, nothing above
-    assert np.array_equal(draw_boxes(white, np.empty((0, 4)), []), white)
+    assert np.array_equal(draw_boxes(white, np.empty((0, 4)), [], []), white)
 
 
 def test_an_image_is_drawn_as_the_detector_sees_it(predictor, photos, tmp_path):
