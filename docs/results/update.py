@@ -163,7 +163,7 @@ def full_price() -> str:
     full = [one for one in runs if one["arm"] == "single_full"]
     lines = [
         [name.replace("_", " "), str(seed), f"{joint[seed][name]:.3f}", f"{score:.3f}"]
-        for run in full or stored("single_full.json")["runs"]  # not complete yet
+        for run in full
         for seed in [run["seed"]]
         for name, score in run["datasets"].items()
     ]
@@ -182,6 +182,17 @@ BALANCED = {
 def balanced() -> Arms:
     """Arms of images that weigh alike, and ``dense`` of the same versions."""
     return {"dense": arms_of("tiles")["dense"], **arms_of("balanced")}
+
+
+BOTH = {
+    "dense": "windows, `image_balance=0`",
+    "root_tile": "windows, `image_balance=0.5`",
+}
+
+
+def both() -> Arms:
+    """Images that weigh nearly alike with windows, and windows alone."""
+    return {"dense": arms_of("tiles")["tile"], **arms_of("balanced")}
 
 
 def variants(arms: Arms, labels: Mapping[str, str], words: str) -> str:
@@ -411,6 +422,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "split-labels": split_labels,
     "tiles": lambda: variants(arms_of("tiles"), TILES, "whole images"),
     "balanced": lambda: variants(balanced(), BALANCED, "`image_balance=0`"),
+    "balanced-windows": lambda: variants(both(), BOTH, "windows alone"),
+    "balanced-windows-by-dataset": lambda: by_dataset(both(), BOTH),
     "balanced-by-dataset": lambda: by_dataset(balanced(), BALANCED),
     "tiles-by-dataset": lambda: by_dataset(arms_of("tiles"), TILES),
     "tiles-by-size": tiles_by_size,
