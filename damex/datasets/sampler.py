@@ -224,9 +224,20 @@ class MixtureSampler(Sampler[SeededIndex]):
         samples = [SeededIndex(order[place], place) for place in row]
         return type(like)(_Row(self.dataset, samples), batch_size, like.drop_last)
 
-    def skip_first(self, samples: int) -> None:
-        """Leave out the first ``samples`` of all processes in this run."""
-        self._first_epoch, first = divmod(samples, self.total)
+    def skip_first(self, passes: Sequence[Sequence[int]]) -> None:
+        """Leave out what the passes of an endless run have seen.
+
+        They are those of :meth:`skip_seen`; each pads epochs to its own processes.
+        """
+        epoch = first = 0
+        for world_size, batch_size, used in passes:
+            read = batch_size * used  # by each process
+            group = world_size * self._unit
+            while read >= self._unit * math.ceil((self.total - first) / group):
+                read -= self._unit * math.ceil((self.total - first) / group)
+                epoch, first = epoch + 1, 0
+            first += read * world_size
+        self._first_epoch = epoch
         rest = list(range(first, self.total))
         row = self._share_out([rest], self.world_size, set())[self.rank]
         self._left = self._first_epoch, row

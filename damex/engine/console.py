@@ -223,6 +223,7 @@ class MixtureVisualizationHook(DetVisualizationHook):
     def before_run(self, runner: Runner) -> None:
         """Create the folder, before a checkpoint is loaded; ConfigError on failure."""
         self._windows: list[Any] = []  # of one image
+        self._place: Any = None  # its dataset and file
         if self.test_out_dir is not None:
             # mmdet joins paths, which leaves an absolute one unchanged.
             logs = Path(runner.work_dir) / runner.timestamp
@@ -238,8 +239,10 @@ class MixtureVisualizationHook(DetVisualizationHook):
         processes share them out, and each draws its own.
         """
         for sample in outputs if self.draw else ():
-            if self._windows and self._windows[0].img_path != sample.img_path:
+            place = sample.metainfo.get("dataset_name"), sample.img_path
+            if self._windows and self._place != place:
                 self._draw_windows(runner, batch_idx)
+            self._place = place
             if "window" in sample.metainfo:
                 self._windows.append(sample)
             else:

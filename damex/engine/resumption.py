@@ -258,8 +258,7 @@ class DataProgressHook(Hook):
             if then != now:
                 _reschedule(runner, checkpoint, length=length)
         elif sampler.infinite and type(batches) is BatchSampler:
-            samples = sum(world * size * used for world, size, used in self._passes)
-            sampler.skip_first(samples)
+            sampler.skip_first(self._passes)
         elif then != now:
             runner.logger.warning(
                 "--resume: which images were seen is known only with train_dataloader."

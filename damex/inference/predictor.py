@@ -126,7 +126,7 @@ class Predictor:
         classes: Names of the classes of all datasets.
         datasets: Class names by dataset.
         can_tell: Whether the detector predicts the dataset of an image.
-        auto_note: Why ``dataset="auto"`` means ``all``; None if it does not.
+        auto_note: What ``dataset="auto"`` cannot do for this detector, or None.
 
     Raises:
         DataError: If the checkpoint cannot be read, or needs ``trust``.
@@ -149,21 +149,30 @@ class Predictor:
             for number, name in enumerate(space.dataset_names)
         }
         self.can_tell = classifies_datasets(self._detector)
-        self.auto_note = None
-        if not self.can_tell and len(self.datasets) > 1:
-            self.auto_note = printable(
+        self.auto_note = self._auto_note(checkpoint)
+        self._inputs = Inputs(self._stored.pipeline)
+        self._lock = threading.Lock()  # a step leaves its routes in the detector
+
+    def _auto_note(self, checkpoint: str | Path) -> str | None:
+        """Say if all classes are detected, or whole images seen in place of windows."""
+        space, notes = self._stored.space, []
+        groups = [list(self.datasets)]
+        if self.can_tell:
+            groups = [self._members(g) for g in range(len(space.group_names))]
+        elif len(self.datasets) > 1:
+            notes.append(
                 f"the detector in {checkpoint} was not trained to predict the dataset "
                 "of an image, so all classes are detected; name a dataset to detect "
                 f"only its classes: {', '.join(self.datasets)}."
             )
-            seen = [name for name in self.datasets if self._tile_of([name])]
-            if seen and self._tile_of([*self.datasets]) is None:
-                self.auto_note += printable(
-                    f" In training it saw {', '.join(seen)} through windows, and now "
+        for names in groups:
+            seen = [name for name in names if self._tile_of([name])]
+            if seen and self._tile_of(names) is None:
+                notes.append(
+                    f"In training it saw {', '.join(seen)} through windows, and now "
                     "it sees whole images: name the dataset, or the side (tile)."
                 )
-        self._inputs = Inputs(self._stored.pipeline)
-        self._lock = threading.Lock()  # a step leaves its routes in the detector
+        return printable(" ".join(notes)) if notes else None
 
     @property
     def label_space(self) -> LabelSpace:
@@ -251,7 +260,7 @@ class Predictor:
 
         Args:
             entries: ``mixture`` entries whose names are datasets of the detector; by
-                default those of the training.
+                default those of the training. One without ``tile`` is seen as in it.
             split: ``train``, ``val`` or ``test``.
             batch_size: Images per forward pass.
             classwise: Whether to add ``classes``, the AP of each class, and
@@ -262,7 +271,10 @@ class Predictor:
             DataError: If its data cannot be read.
         """
         check_sizes("Predictor", batch_size=batch_size)
-        chosen = [dict(one) for one in entries or self._stored.mixture]
+        chosen = [
+            {"tile": self._tile_of([one.get("name", "")]), **one}
+            for one in entries or self._stored.mixture
+        ]
         dataset = dict(
             type="MixtureDataset",
             datasets=chosen,
@@ -339,7 +351,7 @@ class Predictor:
         space = self._stored.space
         every = list(range(space.num_classes))
         if dataset == "auto" and not self.can_tell:
-            dataset = "all" if self.auto_note else next(iter(self.datasets))
+            dataset = "all" if len(self.datasets) > 1 else next(iter(self.datasets))
         if dataset == "auto":
             return _Choice(dict(labels_by_group=labels_by_group(space)), None)
         if dataset == "all":
@@ -353,14 +365,14 @@ class Predictor:
 
     def _of_group(self, group: int) -> _Choice:
         """The choice of a dataset group that an image was found to be of."""
-        space = self._stored.space
-        names = [
-            name
-            for number, name in enumerate(space.dataset_names)
-            if space.group_id(number) == group
-        ]
+        space, tile = self._stored.space, self._tile_of(self._members(group))
         labels, name = labels_by_group(space)[group], space.group_names[group]
-        return _Choice(dict(group_id=group), labels, name, self._tile_of(names))
+        return _Choice(dict(group_id=group), labels, name, tile)
+
+    def _members(self, group: int) -> list[str]:
+        """Names of the datasets of a group."""
+        rows = enumerate(self.datasets)
+        return [name for n, name in rows if self._stored.space.group_id(n) == group]
 
     @staticmethod
     def _side(tile: Tile, choice: _Choice) -> int | None:

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from mmdet.models.losses import DDQAuxLoss
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy, bbox_overlaps
 from mmdet.utils import reduce_mean
 from torch import Tensor
@@ -156,6 +157,29 @@ def balanced_images(
             if hasattr(head, name):
                 _wrap(stack, head, name, lambda call, *a, **k: weigh(call(*a, **k)))
         yield
+
+
+class DenseQueryLoss(DDQAuxLoss):
+    """DDQ's loss of dense queries in float32, for any number of objects.
+
+    mmdet's mixes types under autocast, and matches nothing where an image has more
+    objects than there are dense queries. Here those that come last are left out.
+    """
+
+    def loss(
+        self,
+        cls_scores: Tensor,
+        bbox_preds: Tensor,
+        gt_bboxes: Sequence[Tensor],
+        gt_labels: Sequence[Tensor],
+        *others: Any,
+    ) -> dict:
+        """Compute the losses as mmdet does."""
+        count = cls_scores.shape[1]
+        boxes = [boxes_N4[:count] for boxes_N4 in gt_bboxes]
+        labels = [labels_N[:count] for labels_N in gt_labels]
+        scores_BQC, boxes_BQ4 = cls_scores.float(), bbox_preds.float()
+        return super().loss(scores_BQC, boxes_BQ4, boxes, labels, *others)
 
 
 def _watch(stack: ExitStack, owner: Any, name: str, see: Callable[..., None]) -> None:

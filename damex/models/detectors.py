@@ -28,7 +28,7 @@ from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
 from damex.models.dataset_classifier import restrict_to_predicted_group
-from damex.models.detection_losses import balanced_images, ignoring
+from damex.models.detection_losses import DenseQueryLoss, balanced_images, ignoring
 from damex.models.expert_parallel import missing_passes
 from damex.models.insertion import (
     EXTENSIONS,
@@ -382,6 +382,11 @@ class MoEDDQDETR(RoutedDetector, DDQDETR):
     pass the experts as they would pass the dense FFN, but in a separate call: routing
     losses and metrics cover only the queries that produce detections.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        dense = self.bbox_head.aux_loss_for_dense
+        self.bbox_head.aux_loss_for_dense = DenseQueryLoss(train_cfg=dense.train_cfg)
 
     def pre_decoder(self, *args: Any, **kwargs: Any) -> tuple[dict, dict]:
         """Prepare the decoder's queries; fillers are masked out."""

@@ -410,17 +410,29 @@ def test_a_longer_epoch_of_more_processes_stays_in_a_resumed_run(monkeypatch):
     assert other.sampler.total == 19
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 3)])
-def test_an_endless_run_goes_on_with_other_processes(monkeypatch, sizes):
-    before, after = sizes
+@pytest.mark.parametrize(
+    ("passes", "epoch", "first", "after"),
+    [
+        ([(2, 1, 15)], 1, 6, 1),
+        ([(1, 2, 15)], 1, 6, 2),
+        ([(2, 3, 5)], 1, 6, 3),
+        # 5 processes read 5 each of an epoch of 24, and then 2 of the next.
+        ([(5, 1, 7)], 1, 10, 2),
+        # 14 are left for them, 3 each, and then 4 epochs of 5; 1 of the next.
+        ([(2, 1, 5), (5, 1, 24)], 5, 5, 1),
+    ],
+)
+def test_an_endless_run_goes_on_with_other_processes(
+    monkeypatch, passes, epoch, first, after
+):
     options = dict(samples_per_epoch=24, infinite=True)
     (single,) = ranks(monkeypatch, 1, PORTRAITS, **options)
-    whole = [(int(i), i.seed) for i in itertools.islice(single, 24 * 4)]
-    used = 24 + 6  # by 2 or 1 processes
+    whole = [(int(i), i.seed) for i in itertools.islice(single, 24 * 8)]
     resumed = ranks(monkeypatch, after, PORTRAITS, **options)
     for sampler in resumed:
-        sampler.skip_first(used)
-        sampler.skip(used // before)  # what mmengine asks for, of another number
-    rows = [itertools.islice(sampler, 18 * 2 // after) for sampler in resumed]
+        sampler.skip_first(passes)
+        sampler.skip(3)  # what mmengine asks for, of another number
+    rows = [itertools.islice(sampler, 36 // after) for sampler in resumed]
     found = [sample for step in zip(*rows, strict=True) for sample in step]
-    assert [(int(i), i.seed) for i in found] == whole[used : used + 36]
+    begin = 24 * epoch + first
+    assert [(int(i), i.seed) for i in found] == whole[begin : begin + 36]

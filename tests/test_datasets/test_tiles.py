@@ -308,11 +308,13 @@ def test_windows_are_drawn_as_one_image(monkeypatch, tmp_path):
     hook = MixtureVisualizationHook(draw=True, test_out_dir=str(tmp_path))
     hook.before_run(SimpleNamespace(work_dir=tmp_path, timestamp="t"))
     samples = []
-    for name, lefts in (("a", (0, 8)), ("b", (None,)), ("c", (8,))):
+    images = [("x", "a"), ("x", "b"), ("x", "c"), ("y", "c")]  # one file in two
+    shown = [(0, 8), (None,), (8,), (8,)]
+    for (dataset, name), lefts in zip(images, shown, strict=True):
         for left in lefts:
             meta = {} if left is None else dict(window=(left, 0, left + 32, 32))
             sample = DetDataSample(
-                metainfo=dict(img_path=name, dataset_name="x", **meta)
+                metainfo=dict(img_path=name, dataset_name=dataset, **meta)
             )
             sample.pred_instances = InstanceData(
                 bboxes=torch.tensor([[10.0, 0.0, 20.0, 9.0]]),
@@ -324,10 +326,10 @@ def test_windows_are_drawn_as_one_image(monkeypatch, tmp_path):
     hook.after_test_iter(None, 1, None, samples[1:])
     hook.after_test_epoch(None)
     assert [(folder, one.img_path) for folder, one in drawn] == [
-        (str(tmp_path / "x"), name) for name in "abc"
+        (str(tmp_path / dataset), name) for dataset, name in images
     ]
     lefts = [one.pred_instances.bboxes[:, 0].tolist() for _, one in drawn]
-    assert lefts == [[10.0, 18.0], [10.0], [18.0]]
+    assert lefts == [[10.0, 18.0], [10.0], [18.0], [18.0]]
 
 
 def test_training_shows_random_windows_and_counts_images(two_datasets):

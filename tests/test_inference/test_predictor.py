@@ -388,14 +388,37 @@ def test_a_dataset_with_a_tile_is_seen_through_windows(with_mixture, predictor):
         assert_same(one, *everything(predictor, image, dataset=name))
 
 
+SHARED = dataclasses.replace(SPACE, groups=("street", "green", "green"))
+
+
 @pytest.mark.parametrize(
-    ("tiles", "said"), [([40, 40, 40], False), ([40, None, 32], True)]
+    ("tiles", "options", "said"),
+    [
+        ([40, 40, 40], dict(moe=False), None),
+        ([40, None, 32], dict(moe=False), "street, sky"),
+        ([40, None, 32], {}, None),  # each image is seen as its dataset is
+        ([40, None, 32], dict(space=SHARED), "sky"),
+        ([40, 32, 32], dict(space=SHARED), None),
+    ],
 )
-def test_windows_that_all_datasets_do_not_share_are_said(with_mixture, tiles, said):
+def test_windows_that_datasets_do_not_share_are_said(
+    with_mixture, tiles, options, said
+):
     names = ("street", "park", "sky")
     mixture = [dict(name=n, tile=t) for n, t in zip(names, tiles, strict=True)]
-    note = with_mixture(mixture, moe=False).auto_note
-    assert ("it saw street, sky through windows, and now it sees whole" in note) == said
+    note = with_mixture(mixture, **options).auto_note or ""
+    assert ("through windows" in note) == (said is not None)
+    assert said is None or f"it saw {said} through windows, and now it sees" in note
+
+
+def test_evaluation_looks_as_the_training_did(with_mixture, monkeypatch):
+    tiled = with_mixture([dict(name="street", tile=40), dict(name="park")])
+    monkeypatch.setattr(
+        type(tiled._stored), "evaluate", lambda self, detector, loader, **_: loader
+    )
+    street, park = dict(name="street", root="a"), dict(name="park", root="b")
+    loader = tiled.evaluate([street, dict(street, tile=None), park])
+    assert [one["tile"] for one in loader["dataset"]["datasets"]] == [40, None, None]
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])

@@ -257,6 +257,23 @@ def test_ddq_with_one_expert_is_the_dense_detector(build_mmdet, make_batch, run_
         torch.testing.assert_close(losses[key], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_trains_where_objects_outnumber_queries(
+    dtype, detector_name, build_mmdet, make_batch, run_loss, total
+):
+    """20 queries, 30 dense ones in DDQ; 40 objects in one of the images."""
+    detector = build_mmdet(detector_name)
+    batch = make_batch([0, 1], sizes=[(64, 96), (64, 64)], boxes=[40, 2])
+    with torch.autocast("cpu", dtype=dtype):
+        losses = run_loss(detector, batch)
+    loss = total(losses)
+    loss.backward()
+    expected = total(run_loss(detector, batch))  # in float32
+    torch.testing.assert_close(loss.float(), expected, rtol=0.05, atol=0.0)
+    for key, parameter in detector.named_parameters():
+        assert parameter.grad is None or parameter.grad.isfinite().all(), key
+
+
 def test_the_share_of_height_and_of_width_that_is_image():
     samples = [
         sample([], image=size, batch=(96, 160)) for size in ((96, 160), (48, 40))

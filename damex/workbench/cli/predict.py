@@ -7,6 +7,7 @@ import glob
 import os
 import re
 import sys
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -75,14 +76,15 @@ def predict(
     )
     if dataset == "auto" and predictor.auto_note is not None:
         console.print(f"note: {predictor.auto_note}")
-        dataset = "all"
     problems: list[DataError] = []
-    found = predictor.stream(
-        *(paths, dataset, min_score, batch_size),
-        tile=None if no_tile else "auto" if tile is None else tile,
-        keep_images=draw is not None,
-        skip=problems.append,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the note is printed
+        found = predictor.stream(
+            *(paths, dataset, min_score, batch_size),
+            tile=None if no_tile else "auto" if tile is None else tile,
+            keep_images=draw is not None,
+            skip=problems.append,
+        )
     names = dict(zip(paths, names_of(paths), strict=True))
     total = sum(map(_images_in, paths))
     with Bar() as bar:
