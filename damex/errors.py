@@ -39,14 +39,14 @@ def printable(text: str) -> str:
     return _CONTROLS.sub(escaped, text)
 
 
-def did_you_mean(name: str, known: Iterable[str], *, limit: int = 20) -> str:
+def did_you_mean(name: object, known: Iterable[str], *, limit: int = 20) -> str:
     """Suggest the nearest known name and list up to `limit` known ones.
 
     For example ``did you mean 'car'? It has: bus, car.``
     """
     names = [str(item) for item in known]
     lowered = {item.lower(): item for item in names}
-    near = difflib.get_close_matches(name.lower(), lowered, n=1)
+    near = difflib.get_close_matches(str(name).lower(), lowered, n=1)
     start = f"did you mean {lowered[near[0]]!r}? It" if near else "it"
     shown = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
     return f"{start} has: {shown or 'nothing'}."

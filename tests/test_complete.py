@@ -1,6 +1,7 @@
 """Labels that another dataset of a mixture has: found, doubted, written, deleted."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +40,7 @@ class FakeTeacher:
         self.classes = tuple(dict.fromkeys(name for name, _, _ in rows))
         self.asked = []
 
-    def find(self, images, wanted, bar):
+    def find(self, images, wanted, bar, *, own):
         self.asked.append((len(images), tuple(wanted)))
         one = self.found([row for row in self.rows if row[0] in wanted])
         return [one.without_doubles() for _ in images]
@@ -227,10 +228,10 @@ def test_the_page_shows_doubtful_images_first(folders, tmp_path):
 
 def test_nothing_is_left_of_an_error(folders, tmp_path):
     class Broken(FakeTeacher):
-        def find(self, images, wanted, bar):
+        def find(self, images, wanted, bar, *, own):
             if len(images) == 2:  # the training images come last
                 raise RuntimeError("no more memory")
-            return super().find(images, wanted, bar)
+            return super().find(images, wanted, bar, own=own)
 
     with pytest.raises(RuntimeError, match="no more memory"):
         complete(Broken(CAT, DOG), folders, tmp_path / "done")
@@ -297,6 +298,21 @@ def test_classes_that_the_training_left_out_are_labels_if_they_are_wanted(folder
     (cats, _) = read(folders, known=dict(cats={"cat": "cat"}))
     assert sorted(cats.classes) == ["cat", "dog"]
     assert [name for _, name in cats.splits["train"].annotations] == ["cat", "dog"]
+    (cats, _) = read(folders, known=dict(cats={"cow": "cat"}))  # "cat" was dropped
+    own = [row["id"] for row, _ in cats.splits["train"].annotations]
+    assert own == [2, 3]  # of dog and cow
+
+
+def test_labels_count_as_training_reads_them(folders):
+    """Clipped to the image, and without boxes that have no area."""
+    boxes = [[30, 10, 60, 30], [20, 20, -5, 4], [50, 1, 9, 9]]
+    rows = [dict(id=n, image_id=1, category_id=4, bbox=b) for n, b in enumerate(boxes)]
+    change(folders["cats"], "train", annotations=rows)
+    entry = dict(name="cats", data_root=folders["cats"], img="")
+    entry.update(train="train.json", val="val.json")
+    (cats,) = (one.splits["train"] for one in read_datasets([entry], {}, ["cat"]))
+    assert cats.objects[0].corners_N4.tolist() == [[30, 10, WIDE, HIGH]]
+    assert len(cats.annotations) == 3  # the files keep them
 
 
 def test_a_class_without_a_precise_score_is_not_completed(folders, tmp_path):
@@ -325,6 +341,19 @@ def test_a_completed_dataset_is_no_reference_for_predicted_classes(folders, tmp_
     again = {name: str(tmp_path / "done" / name) for name in folders}
     found = find_thresholds(teacher, read(again), ["dog"], None, None)
     assert found["dog"] == Threshold(0.8, 0.8, 1.0, 1.0, 6)
+    bird = FakeTeacher(("bird", 0.9, [9, 20, 14, 25]))
+    complete(bird, again, tmp_path / "twice", min_score=0.5)
+    document = json.loads((tmp_path / "twice" / "cats" / "train.json").read_text())
+    flags = {one["name"]: one.get("predicted", False) for one in document["categories"]}
+    assert flags == dict(cat=False, dog=True, bird=True)
+
+
+def test_classes_compete_for_an_object_with_those_without_a_threshold(
+    folders, tmp_path
+):
+    wolf = ("wolf", 0.9, [24, 10, 44, 26])  # no validation image shows one
+    said = complete(FakeTeacher(CAT, DOG, wolf), folders, tmp_path / "done")
+    assert "| cats | dog | 0 | 0 | 0.80 | 1.00 | 1.00 |" in said
 
 
 def test_without_validation_images_nothing_is_completed(folders, tmp_path):
@@ -408,7 +437,7 @@ def test_a_file_of_detections_teaches(folders, tmp_path, capsys):
     assert main(command) == 0
     assert "| cats | dog | 2 | 0 | 0.50 | - | - |" in capsys.readouterr().out
     images = [tmp_path / "cats" / "pictures" / f"train{n}.png" for n in (1, 2)]
-    (one, _) = FileTeacher(str(file)).find(images, ["dog"], None)
+    (one, _) = FileTeacher(str(file)).find(images, ["dog"], None, own="cats")
     assert one.boxes_N4.tolist() == [[24, 10, 44, 26]]
 
 
@@ -439,22 +468,27 @@ def test_detections_belong_to_one_image_and_stay_in_it(folders, tmp_path):
     file.write_text(json.dumps(document))
     teacher = FileTeacher(str(file))
     a, b, c = (Path(folder) / "train1.png" for folder in ("a", "b", "c"))
-    first, other = teacher.find([a, b], ["dog"], None)
+    find = partial(teacher.find, wanted=["dog"], bar=None, own="cats")
+    first, other = find([a, b])
     assert first.boxes_N4.tolist() == [[40, 20, WIDE, HIGH]]
     assert other.names == ()  # the longer name
-    assert teacher.find([Path("a/train2.png")], ["dog"], None)[0].names == ()
+    assert find([Path("a/train2.png")])[0].names == ()
     with pytest.raises(DataError, match=r"may be a/train1\.png or c/train1"):
-        teacher.find([c], ["dog"], None)
+        find([c])
     with pytest.raises(DataError, match="has no image none"):
-        teacher.find([Path("none.png")], ["dog"], None)
+        find([Path("none.png")])
+    document["images"][-1]["file_name"] = "./train1.png"
+    file.write_text(json.dumps(document))
+    with pytest.raises(DataError, match=r"two images have .* 'train1\.png'"):
+        FileTeacher(str(file))
 
 
 def test_a_detector_is_asked_as_the_dataset_that_labels_the_class():
     """So its experts answer, and the classes of others do not compete."""
     asked = []
 
-    def stream(images, dataset, min_score, batch_size):
-        asked.append(dataset)
+    def stream(images, dataset, min_score, batch_size, *, tile):
+        asked.append((dataset, tile, Image.MAX_IMAGE_PIXELS))
         box = dict(dogs=[0, 0, 9, 9], pets=[0, 0, 9, 8])[dataset]
         for _ in images:
             yield SimpleNamespace(
@@ -463,18 +497,22 @@ def test_a_detector_is_asked_as_the_dataset_that_labels_the_class():
                 names=("dog", "bone"),
             )
 
-    space = SimpleNamespace(dataset_names=(), dataset_classes=())
+    space = SimpleNamespace(dataset_names=("cats",), dataset_classes=({},))
     predictor = SimpleNamespace(
         classes=("cat", "dog", "bone"),
         datasets=dict(cats=("cat",), dogs=("dog", "bone"), pets=("dog",)),
         label_space=space,
         mixture=[],
         stream=stream,
+        tile_of=lambda names: 24 if names == ["cats"] else None,
     )
     teacher = DetectorTeacher(predictor, batch_size=2)
     bar = SimpleNamespace(begin=lambda *_: None, step=lambda: None)
-    (found,) = teacher.find(["a.png"], ["dog"], bar)
-    assert asked == ["dogs", "pets"]
+    limit = 1 << 30  # of OpenCV, which reads the images of a training
+    for own, tile in (("cats", 24), ("others", "auto")):
+        asked.clear()
+        (found,) = teacher.find(["a.png"], ["dog"], bar, own=own)
+        assert asked == [("dogs", tile, limit), ("pets", tile, limit)]
     assert found.names == ("dog",)  # one object, found twice
     assert found.boxes_N4.tolist() == [[0, 0, 9, 8]]
 
@@ -489,6 +527,7 @@ def test_a_detector_is_asked_as_the_dataset_that_labels_the_class():
         ("x.pth --from y.json --out new", "needs one teacher"),
         ("--from y.json --data cats --out dogs", "exists"),
         ("--from y.json --out new", "needs the datasets"),
+        ("--from y.json --data cats --out cats/new", "lies inside of cats"),
         ("--from y.json --data cats --classes god --out new", "finds no 'god'"),
         ("--from y.json --data dogs --out new", "nothing to complete"),
         ("--out cats --delete 7", "no predicted label with the id 7"),
@@ -546,7 +585,9 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     assert first[first.index("--epochs") + 1] == "2"  # half of the template's
     assert second[second.index("--epochs") + 1] == "2"
     teacher = tmp_path / "run" / "teacher" / "epoch_2.pth"
-    assert between[:3] == ["data", "complete", str(teacher)]
+    out = ["--out", str(tmp_path / "run" / "completed")]
+    # No --data: the datasets as they were trained, with their splits.
+    assert between == ["data", "complete", str(teacher), *out, "--device", "cpu"]
     done = [f"{name}={tmp_path / 'run' / 'completed' / name}" for name in folders]
     assert second[2:4] == done
     assert first[-3:] == options
@@ -562,6 +603,7 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     [
         (dict(epochs=1), "needs two epochs or more"),
         (dict(data=["cats"]), "so nothing is missing"),
+        (dict(cfg_options=["label_space=partitioned"]), "so nothing is missing"),
         (dict(rare=True), "of the other options, --model"),
         (dict(launcher="pytorch"), "For a config or several GPUs"),
     ],

@@ -166,8 +166,8 @@ class Predictor:
                 f"only its classes: {', '.join(self.datasets)}."
             )
         for names in groups:
-            seen = [name for name in names if self._tile_of([name])]
-            if seen and self._tile_of(names) is None:
+            seen = [name for name in names if self.tile_of([name])]
+            if seen and self.tile_of(names) is None:
                 notes.append(
                     f"In training it saw {', '.join(seen)} through windows, and now "
                     "it sees whole images: name the dataset, or the side (tile)."
@@ -272,7 +272,7 @@ class Predictor:
         """
         check_sizes("Predictor", batch_size=batch_size)
         chosen = [
-            {"tile": self._tile_of([one.get("name", "")]), **one}
+            {"tile": self.tile_of([one.get("name", "")]), **one}
             for one in entries or self._stored.mixture
         ]
         dataset = dict(
@@ -357,15 +357,15 @@ class Predictor:
         if dataset == "all":
             groups = [every] * len(space.group_names)
             several: dict[str, Any] = dict(labels_by_group=groups)
-            tile = self._tile_of(space.dataset_names)
+            tile = self.tile_of(space.dataset_names)
             return _Choice(several if self.can_tell else {}, every, tile=tile)
         number = self._stored.space.dataset_id(dataset)
-        meta, tile = dict(group_id=space.group_id(number)), self._tile_of([dataset])
+        meta, tile = dict(group_id=space.group_id(number)), self.tile_of([dataset])
         return _Choice(meta, space.valid_labels(number), dataset, tile)
 
     def _of_group(self, group: int) -> _Choice:
         """The choice of a dataset group that an image was found to be of."""
-        space, tile = self._stored.space, self._tile_of(self._members(group))
+        space, tile = self._stored.space, self.tile_of(self._members(group))
         labels, name = labels_by_group(space)[group], space.group_names[group]
         return _Choice(dict(group_id=group), labels, name, tile)
 
@@ -379,7 +379,7 @@ class Predictor:
         """Side of the windows to look through; None for the whole image."""
         return tile if isinstance(tile, int) or tile is None else choice.tile
 
-    def _tile_of(self, names: Sequence[str]) -> int | None:
+    def tile_of(self, names: Sequence[str]) -> int | None:
         """``tile`` of the training on datasets; None if it is not the same for all."""
         entries = self._stored.config.get("mixture")
         rows = entries if isinstance(entries, list) else []

@@ -195,6 +195,18 @@ def both() -> Arms:
     return {"dense": arms_of("tiles")["tile"], **arms_of("balanced")}
 
 
+WITH_EXPERTS = {
+    "dense": "`damex_best`, `image_balance=0`",
+    "root_best": "`damex_best`, `image_balance=0.5`",
+    "root": "no experts, `image_balance=0.5`",
+}
+
+
+def with_experts() -> Arms:
+    """Images that weigh nearly alike with experts, and experts alone."""
+    return {"dense": arms_of("one_or_seven")["damex_best"], **arms_of("balanced")}
+
+
 def variants(arms: Arms, labels: Mapping[str, str], words: str) -> str:
     """A row per arm, compared with ``dense``, which has some words in the header."""
     lines = [
@@ -424,6 +436,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "balanced": lambda: variants(balanced(), BALANCED, "`image_balance=0`"),
     "balanced-windows": lambda: variants(both(), BOTH, "windows alone"),
     "balanced-windows-by-dataset": lambda: by_dataset(both(), BOTH),
+    "balanced-experts": lambda: variants(
+        with_experts(), WITH_EXPERTS, "`damex_best` alone"
+    ),
+    "balanced-experts-by-dataset": lambda: by_dataset(with_experts(), WITH_EXPERTS),
     "balanced-by-dataset": lambda: by_dataset(balanced(), BALANCED),
     "tiles-by-dataset": lambda: by_dataset(arms_of("tiles"), TILES),
     "tiles-by-size": tiles_by_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 
 import pytest
@@ -167,6 +168,20 @@ def test_a_config_stands_alone(run, tmp_path, monkeypatch, others):
     assert (status, lines) == (2, [])
     assert "config.py is not a folder" in said
     assert "one config alone" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ("classes=[lyon]", "'zoo': classes names 'lyon'; did you mean 'lion'"),
+        ("rename={7: seven}", "rename names the class 7; it has: "),
+    ],
+)
+def test_a_class_that_is_not_there(entries, tmp_path, capsys, option, error):
+    words = [str(tmp_path / "zoo"), str(tmp_path / "voc")]
+    words += ["--cfg-options", f"mixture.0.{option}"]
+    assert run_command(data, ["labels", *words]) == 2
+    assert re.search(error, " ".join(capsys.readouterr().err.split()))
 
 
 def test_a_folder_that_is_missing_beside_one(entries, tmp_path, capsys):

@@ -14,7 +14,7 @@ import numpy as np
 from damex.datasets.coco_records import parse_records, read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
-from damex.errors import ConfigError, printable
+from damex.errors import ConfigError, did_you_mean, printable
 from damex.files import check_free, write_text
 from damex.options import option_of
 from damex.workbench.check.classes import similar_names
@@ -94,6 +94,12 @@ def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCo
         str(category["name"]): str(category.get("supercategory") or "")
         for category in document["categories"]
     }
+    for name in spec.classes or ():
+        if name not in above:
+            raise ConfigError(
+                f"dataset {spec.name!r}: classes names {name!r}; "
+                f"{did_you_mean(name, above)}"
+            )
     records, _ = parse_records(document, source.location, above)
     assert records is not None  # read_coco has checked it
     with np.errstate(all="ignore"):  # sides of 0, and sizes that are unknown
@@ -162,6 +168,13 @@ def is_kept_apart(name: str, datasets: Collection[str]) -> bool:
     """Whether a class is named ``dataset/class``: not merged, on purpose."""
     prefix, slash, _ = name.partition("/")
     return bool(slash) and prefix in datasets
+
+
+def any_missing(space: LabelSpace) -> bool:
+    """Whether a dataset lacks a class that is not kept apart."""
+    shared = [n for n in space.classes if not is_kept_apart(n, space.dataset_names)]
+    every = (mapping.values() for mapping in space.dataset_classes)
+    return any({*shared} - {*names} for names in every)
 
 
 def near_misses(rows: Rows, datasets: Collection[str]) -> list[str]:

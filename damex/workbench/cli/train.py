@@ -31,7 +31,7 @@ from damex.files import write_json
 from damex.options import option_of
 from damex.workbench.api import run_damex
 from damex.workbench.check.domains import Pair, has_experts, share_experts
-from damex.workbench.check.labels import class_notes
+from damex.workbench.check.labels import any_missing, class_notes
 from damex.workbench.zero_config import config_of_folders, named_folders, run_name
 
 # The completed datasets have the classes of the mixture, and folders of their own.
@@ -271,10 +271,10 @@ def train_completed(
     cfg = load_config(start, cfg_options=cfg_options)
     set_tiles(cfg, tile)
     space, total = _checked(cfg, epochs)
-    if not class_notes(space)[1]:
+    if not any_missing(space):
         raise ConfigError(
-            "--complete: each dataset annotates all classes of the mixture, so nothing "
-            "is missing; leave it out."
+            "--complete: each dataset annotates all classes of the mixture that are "
+            "not kept apart, so nothing is missing; leave it out."
         )
     teacher, completed = base / "teacher", base / "completed"
     words = dict(data=folders, model=model, epochs=total, options=[*cfg_options])
@@ -291,7 +291,7 @@ def train_completed(
     checkpoint = str(teacher / summary["checkpoint"])
     if not completed.exists():
         out = ["--out", str(completed)]
-        _damex("data", "complete", checkpoint, "--data", *data, *out, *given)
+        _damex("data", "complete", checkpoint, *out, *given)  # as it was trained
     done = [f"{name}={completed / name}" for name in folders]
     rest = ["--epochs", str(total - total // 2), "--work-dir", str(base)]
     kept = [word for word in cfg_options if not _OF_LABELS.match(word)]

@@ -111,8 +111,15 @@ def write_completed(
     """
     check_free(out)
     entries = [dict(name=name, root=root) for name, root in folders.items()]
+    entries = entries or [dict(entry) for entry in teacher.mixture]
+    for root in (entry["root"] for entry in entries if entry.get("root")):
+        if out.resolve().is_relative_to(Path(root).resolve()):
+            raise ConfigError(
+                f"--out {out} lies inside of {root}, whose annotations it would then "
+                "be; choose a folder outside."
+            )
     chosen = _chosen(teacher, classes)
-    datasets = read_datasets(entries or teacher.mixture, teacher.known, chosen)
+    datasets = read_datasets(entries, teacher.known, chosen)
     missing = _missing(teacher, datasets, chosen)
     wanted = [*dict.fromkeys(name for row in missing.values() for name in row)]
     references = [*datasets, *_readable(teacher, datasets, chosen)]
@@ -125,7 +132,9 @@ def write_completed(
             labels = {}
             for one in datasets:
                 names = [n for n in missing[one.name] if n in found and found[n].labels]
-                mine = find_labels(teacher, one, names, found, bar)
+                mine = find_labels(
+                    teacher, one, missing[one.name], {n: found[n] for n in names}, bar
+                )
                 labels[one.name] = write_dataset(
                     draft / one.name, one, mine, names, about
                 )
@@ -180,7 +189,7 @@ def _readable(
     """The other datasets of a training whose files are here, for the thresholds."""
     names, found = {one.name for one in datasets}, []
     for entry in teacher.mixture:
-        if entry["name"] not in names:
+        if entry.get("name") not in names:
             try:
                 found += read_datasets([entry], teacher.known, classes)
             except (ConfigError, DataError):
@@ -209,17 +218,17 @@ def find_labels(
     """Find the objects of classes in the training images of a dataset.
 
     A detection that covers a labeled object is that object under another name, and is
-    left out.
+    left out. Classes without a threshold compete with the others for an object.
     """
-    if not names:
+    if not thresholds:
         return []
     split, labels = dataset.splits["train"], []
-    found = teacher.find(split.paths, names, bar)
+    found = teacher.find(split.paths, names, bar, own=dataset.name)
     for image, (detections, own) in enumerate(zip(found, split.objects, strict=True)):
         for place in _new_objects(detections, own.corners_N4[~own.is_crowd_N]):
             name = detections.names[place]
             score = float(detections.scores_N[place])
-            if score >= thresholds[name].ignored:
+            if name in thresholds and score >= thresholds[name].ignored:
                 x1, y1, x2, y2 = map(float, detections.boxes_N4[place])
                 is_accepted = score >= thresholds[name].accepted
                 labels.append(Label(image, (x1, y1, x2, y2), name, score, is_accepted))

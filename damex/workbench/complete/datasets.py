@@ -12,7 +12,7 @@ import numpy as np
 
 from damex.datasets.coco_records import parse_records, read_coco
 from damex.datasets.spec import SPLITS, DatasetSpec, parse_mixture
-from damex.errors import ConfigError
+from damex.errors import ConfigError, DataError
 from damex.files import write_json
 
 
@@ -54,6 +54,7 @@ class LabeledDataset:
     name: str
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
+    predicted: Collection[str] = ()  # those that were completed before
 
     def missing(self, wanted: Collection[str]) -> list[str]:
         """Those of the ``wanted`` classes that it does not label."""
@@ -92,8 +93,10 @@ def read_datasets(
                 f"dataset, give it another name: --data OTHER=FOLDER."
             )
         else:
-            dropped = {name: name for name in names if name not in trained}
-            classes = {name: name for name in dropped if name in wanted} | {**trained}
+            # A class that was left out, unless another has its name in the mixture.
+            others = {name: name for name in names if name in wanted}
+            others = {k: v for k, v in others.items() if v not in trained.values()}
+            classes = {**others, **trained}
         splits = {name: _read(spec, name, classes) for name in SPLITS}
         if spec.source("test") == spec.source("val"):
             splits["test"] = None
@@ -104,7 +107,10 @@ def read_datasets(
             )
         read = {name: split for name, split in splits.items() if split is not None}
         every = tuple(dict.fromkeys(classes.values()))
-        found.append(LabeledDataset(spec.name, every, read))
+        rows = read["train"].document["categories"]
+        before = [row["name"] for row in rows if row.get("predicted")]
+        predicted = {classes[name] for name in before if name in classes}
+        found.append(LabeledDataset(spec.name, every, read, predicted))
     return found
 
 
@@ -134,15 +140,18 @@ def _read(spec: DatasetSpec, split: str, classes: Mapping[str, str]) -> Split | 
     own = [classes.get(name, "") for name in records.categories.values()]
     names = [own[place] if place >= 0 else "" for place in records.class_N]
     is_crowd_N = records.is_set("iscrowd")
+    corners_N4 = records.box_N4.copy()
+    corners_N4[:, 2:] += corners_N4[:, :2]
+    limits_N4 = np.tile(np.nan_to_num(records.size_N2, nan=np.inf), 2)
+    corners_N4 = np.clip(corners_N4, 0.0, limits_N4)  # as in training
+    is_real_N = records.is_box_N & (corners_N4[:, 2:] > corners_N4[:, :2]).all(1)
     rows: list[list[int]] = [[] for _ in records.images]
     annotations = []
     for place, (row, name) in enumerate(zip(records.annotations, names, strict=True)):
         if name and records.image_N[place] >= 0:
             annotations.append((row, name))
-            if records.is_box_N[place]:
+            if is_real_N[place]:
                 rows[records.image_N[place]].append(place)
-    corners_N4 = records.box_N4.copy()
-    corners_N4[:, 2:] += corners_N4[:, :2]
     return Split(
         document,
         records.images,
@@ -191,8 +200,9 @@ def write_dataset(
         The labels with their ids.
     """
     numbers = {n: i for i, n in enumerate((*dataset.classes, *missing), start=1)}
+    predicted = {*missing, *dataset.predicted}
     categories = [
-        dict(id=i, name=name, **({"predicted": True} if name in missing else {}))
+        dict(id=i, name=name, **({"predicted": True} if name in predicted else {}))
         for name, i in numbers.items()
     ]
     own = (row["id"] for row, _ in dataset.splits["train"].annotations)
@@ -237,10 +247,13 @@ def _linked(
 ) -> str:
     """Link an image into a folder, or copy it where links are not allowed."""
     name = PurePosixPath(str(image.get("file_name")).replace("\\", "/"))
-    if name.is_absolute() or ".." in name.parts:
+    is_hidden = any(part.startswith(".") for part in name.parts)  # or ".."
+    if name.is_absolute() or is_hidden:
         name = PurePosixPath(f"{number}_{name.name}")
     name = PurePosixPath("images", split) / name
     target = folder / name
+    if not path.is_file():
+        raise DataError(f"the image {path} does not exist; run damex data check.")
     if not target.exists():
         target.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -14,8 +14,9 @@ from torchvision.ops import nms
 from damex.datasets.coco_records import parse_records, read_json
 from damex.datasets.coco_schema import is_number
 from damex.datasets.findings import Location, raise_first
+from damex.datasets.image_files import images_of_any_size
 from damex.errors import DataError
-from damex.inference.predictor import Predictor
+from damex.inference.predictor import Predictor, Tile
 from damex.progress import Bar
 
 SAME_OBJECT = 0.7  # IoU of two boxes of one object
@@ -75,18 +76,25 @@ class DetectorTeacher:
         self.mixture = predictor.mixture
 
     def find(
-        self, images: Sequence[Path], wanted: Collection[str], bar: Bar
+        self, images: Sequence[Path], wanted: Collection[str], bar: Bar, *, own: str
     ) -> list[Found]:
-        """Return the detections of the ``wanted`` classes in each image."""
+        """Return the detections of the ``wanted`` classes in each image.
+
+        Those of a dataset of the training, their ``own``, are seen as it was there.
+        """
         found: list[list[Found]] = [[] for _ in images]
+        tile: Tile = self._predictor.tile_of([own]) if own in self.known else "auto"
         datasets = self._predictor.datasets
         asked = [name for name, own in datasets.items() if {*own} & {*wanted}]
         for dataset in asked:
             bar.begin(f"as {dataset}", len(images))
-            stream = self._predictor.stream(images, dataset, LEAST, self._batch_size)
-            for rows, one in zip(found, stream, strict=True):
-                rows.append(Found(one.boxes, one.scores, one.names).only(wanted))
-                bar.step()
+            stream = self._predictor.stream(
+                images, dataset, LEAST, self._batch_size, tile=tile
+            )
+            with images_of_any_size():  # as in training
+                for rows, one in zip(found, stream, strict=True):
+                    rows.append(Found(one.boxes, one.scores, one.names).only(wanted))
+                    bar.step()
         return [_joined(rows) for rows in found]
 
 
@@ -131,6 +139,11 @@ class FileTeacher:
             names = tuple(every[records.class_N[place]] for place in chosen)
             name = str(record.get("file_name")).replace("\\", "/").removeprefix("./")
             found = Found(boxes_N4, np.array(scores, float), names)
+            if name in self._found:
+                raise DataError(
+                    f"{path}: two images have the file_name {name!r}; name the folders "
+                    "that tell them apart."
+                )
             self._found[name] = found.inside(records.size_M2[image])
 
     def _refuse(self, record: Mapping[str, Any], problem: str) -> NoReturn:
@@ -141,7 +154,7 @@ class FileTeacher:
         )
 
     def find(
-        self, images: Sequence[Path], wanted: Collection[str], bar: Bar
+        self, images: Sequence[Path], wanted: Collection[str], bar: Bar, *, own: str
     ) -> list[Found]:
         """Return the detections of the ``wanted`` classes in each image."""
         return [self._of(path).only(wanted).without_doubles() for path in images]

@@ -103,7 +103,7 @@ def find_thresholds(
         split = one.splits["val"]
         shown = {name for objects in split.objects for name in objects.names}
         known = [name for name in wanted if name in shown]
-        found = teacher.find(split.paths, known, bar) if known else []
+        found = teacher.find(split.paths, known, bar, own=one.name) if known else []
         for detections, objects in zip(found, split.objects, strict=bool(known)):
             for name in known:
                 judged[name].append(judge(detections, objects, name))
