@@ -33,16 +33,12 @@ class ImageResult:
     """Detections and ground truth of one image, in pixels of the original image.
 
     Args:
-        width: Of the image.
-        height: Of the image.
         boxes: (n, 4) as x1, y1, x2, y2.
         scores: (n,) confidences.
         labels: (n,) mixture labels.
         ground_truth: ``bbox`` (x, y, width, height), ``label``, ``area``, ``iscrowd``.
     """
 
-    width: int
-    height: int
     boxes: np.ndarray
     scores: np.ndarray
     labels: np.ndarray
@@ -133,10 +129,7 @@ def _document(
     ]
     return dict(
         info={},
-        images=[
-            dict(id=i, width=image.width, height=image.height)
-            for i, image in enumerate(images, start=1)
-        ],
+        images=[dict(id=i) for i, _ in enumerate(images, start=1)],
         annotations=[dict(record, id=i) for i, record in enumerate(records, start=1)],
         categories=[dict(id=k + 1, name=name) for k, name in sorted(classes.items())],
     )
@@ -379,11 +372,8 @@ def score_names(datasets: Sequence[str], *, has_experts: bool) -> list[str]:
 
 
 def _image_result(sample: Mapping[str, Any], found: Mapping[str, Any]) -> ImageResult:
-    height, width = sample["ori_shape"][:2]
     left, top, *_ = sample.get("window", (0, 0))
     return ImageResult(
-        width=int(width),
-        height=int(height),
         boxes=found["bboxes"].float().cpu().numpy()
         + np.array([left, top] * 2, np.float32),
         scores=found["scores"].float().cpu().numpy(),

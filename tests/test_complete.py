@@ -26,6 +26,7 @@ from damex.workbench.complete.thresholds import (
     find_thresholds,
     judge,
 )
+from tests.test_datasets.test_mixture import PIPELINE
 
 WIDE, HIGH = 48, 32
 
@@ -196,13 +197,8 @@ def test_detections_become_labels_or_are_ignored(folders, tmp_path):
     ]
     val = json.loads((out / "cats" / "val.json").read_text())
     assert not any(row.get("predicted") for row in val["annotations"])
-    pipeline = [
-        dict(type="LoadImageFromFile"),
-        dict(type="LoadAnnotations", with_bbox=True),
-        dict(type="PackDetInputs"),
-    ]
     entries = [dict(name=name, root=str(out / name)) for name in folders]
-    dataset = MixtureDataset(datasets=entries, pipeline=pipeline)
+    dataset = MixtureDataset(datasets=entries, pipeline=PIPELINE)
     assert dataset.metainfo["classes"] == ("cat", "dog")
     sample = dataset[0]["data_samples"]
     assert sorted(sample.gt_instances.labels.tolist()) == [0, 1]

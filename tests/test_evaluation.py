@@ -42,8 +42,6 @@ def image(found, ground_truth):
     """A 640 x 480 image; ``found`` is (x1, y1, x2, y2, score, label) per detection."""
     rows = np.asarray(found, dtype=np.float32).reshape(-1, 6)
     return ImageResult(
-        width=640,
-        height=480,
         boxes=rows[:, :4],
         scores=rows[:, 4],
         labels=rows[:, 5].astype(int),

@@ -6,7 +6,7 @@ import contextlib
 import io
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +124,10 @@ class NamedCocoDataset(CocoDataset):
         """Parse one image; adds COCO's ``ground_truth`` and ``predicted_labels``."""
         image = raw_data_info["raw_img_info"]
         info = super().parse_data_info(raw_data_info)
+        w, h = float(image["width"]), float(image["height"])
         for instance in info["instances"]:
-            instance["bbox"] = _clip(instance["bbox"], image)
+            x1, y1, x2, y2 = instance["bbox"]
+            instance["bbox"] = [max(x1, 0.0), max(y1, 0.0), min(x2, w), min(y2, h)]
         info["predicted_labels"] = [
             self.cat2label[key] for key in self._predicted if key in self.cat2label
         ]
@@ -140,10 +142,3 @@ class NamedCocoDataset(CocoDataset):
                 for record in raw_data_info["raw_ann_info"]
             ]
         return info
-
-
-def _clip(box: list[float], image: Mapping[str, Any]) -> list[float]:
-    """Clip an (x1, y1, x2, y2) box to the image."""
-    x1, y1, x2, y2 = box
-    right, bottom = float(image["width"]), float(image["height"])
-    return [max(x1, 0.0), max(y1, 0.0), min(x2, right), min(y2, bottom)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
@@ -186,18 +186,13 @@ def _in_proportion(value: Any, old: Size, new: Size, *, by_side: bool) -> Any:
         if pair in (old, old[::-1]):
             return kind(new if pair == old else new[::-1])
         if by_side and len(pair) == 2 and all(map(_is_count, pair)):
-            return kind(
-                _rounded(side, end(new) / end(old))
-                for side, end in zip(pair, _ends(pair), strict=True)
-            )
+            ends: Any = (max, min) if pair[0] > pair[1] else (min, max)
+            rows = zip(pair, ends, strict=True)
+            return kind(_rounded(side, end(new) / end(old)) for side, end in rows)
         return kind(_in_proportion(x, old, new, by_side=by_side) for x in value)
     if by_side and value == old[0] == old[1]:
         return new  # one number is both sides
     return _rounded(value, max(new) / max(old)) if _is_count(value) else value
-
-
-def _ends(pair: Sequence[float]) -> tuple[Callable, Callable]:
-    return (max, min) if pair[0] > pair[1] else (min, max)
 
 
 def _rounded(side: float, factor: float) -> int:

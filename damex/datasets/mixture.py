@@ -169,11 +169,8 @@ class MixtureDataset(Dataset):
         self._check = None  # it may hold all that it has seen
         self._locations = [spec.location(self.split) for spec in self.specs]
         self._windows = [*map(self._windows_of, self.specs, self.sources)]
-        samples = [
-            len(windows or source)
-            for windows, source in zip(self._windows, self.sources, strict=True)
-        ]
-        self._ends = list(accumulate(samples))
+        rows = zip(self._windows, self.sources, strict=True)
+        self._ends = [*accumulate(len(windows or source) for windows, source in rows)]
         self._labels = [
             self.label_space.local_to_global(
                 identity["dataset_id"], source.metainfo["classes"]

@@ -54,7 +54,8 @@ def tiled(
         allow_negative_crop=True,  # most windows of evaluation have no object
         bbox_clip_border=False,
     )
-    steps = [dict(type="CropToWindow")] if test_mode else [crop, IGNORE]
+    ignore = dict(type="IgnoreCutBoxes")
+    steps = [dict(type="CropToWindow")] if test_mode else [crop, ignore]
     return [*pipeline[:place], *steps, *pipeline[place:]]
 
 
@@ -82,24 +83,15 @@ class IgnoreCutBoxes(BaseTransform):
 
     It follows ``RandomCrop(bbox_clip_border=False)``, which only drops boxes that are
     outside. An ignored box is neither a label nor background, as COCO's ``iscrowd``.
-
-    Args:
-        min_visible: Smallest part of the area of a box that makes it a label.
     """
-
-    def __init__(self, *, min_visible: float) -> None:
-        self.min_visible = min_visible
 
     def transform(self, results: dict[str, Any]) -> dict[str, Any]:
         """Change ``gt_bboxes`` and ``gt_ignore_flags`` of mmdet's results, in place."""
         boxes = results["gt_bboxes"]
-        needed = self.min_visible * boxes.areas
+        needed = MIN_VISIBLE * boxes.areas
         boxes.clip_(results["img_shape"])
         results["gt_ignore_flags"] |= (boxes.areas < needed).numpy()
         return results
-
-
-IGNORE = dict(type="IgnoreCutBoxes", min_visible=MIN_VISIBLE)
 
 
 def merged(boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor) -> Tensor:

@@ -126,17 +126,13 @@ def _as_data(loader: Callable[[str, Any], Any]) -> Callable[..., dict]:
                 f"the checkpoint {path} holds a {type(checkpoint).__name__}, not the "
                 "dict of tensors that a detector needs."
             )
-        _drop_wrapper(checkpoint.get("state_dict", checkpoint))
+        state = checkpoint.get("state_dict", checkpoint)
+        if all(str(key).startswith(WRAPPER) for key in state):  # saved from DDP
+            for key in [*state]:
+                state[key.removeprefix(WRAPPER)] = state.pop(key)
         return checkpoint
 
     return load
-
-
-def _drop_wrapper(state: dict[str, Any]) -> None:
-    """Remove the ``module.`` prefix of state dicts saved from DDP."""
-    if all(str(key).startswith(WRAPPER) for key in state):
-        for key in [*state]:
-            state[key.removeprefix(WRAPPER)] = state.pop(key)
 
 
 def _allowed() -> Any:

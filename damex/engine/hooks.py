@@ -337,8 +337,5 @@ def summed(tally: LayerTally) -> LayerTally:
     all_reduce(both)
     counts, tokens_G = both.cpu().split([tally.counts_GE.numel(), len(tally.tokens_G)])
     map_GE = tally.group_experts_GE
-    return LayerTally(
-        counts.view_as(tally.counts_GE),
-        tokens_G,
-        None if map_GE is None else map_GE.cpu(),
-    )
+    map_GE = None if map_GE is None else map_GE.cpu()
+    return LayerTally(counts.view_as(tally.counts_GE), tokens_G, map_GE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import colorsys
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,7 +95,7 @@ def _dash(
         pen.line((right, y, right, end), fill=color, width=width)
 
 
-class Drawings:
+class Drawings(AbstractContextManager["Drawings"]):
     """A folder of images and videos with drawn detections; use ``with``.
 
     Args:
@@ -146,9 +146,6 @@ class Drawings:
         video, self._video = self._video, None
         if video is not None:
             video.close()
-
-    def __enter__(self) -> Drawings:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -328,12 +328,9 @@ class Predictor:
     def _run(self, batch: Sequence[Mapping[str, Any]], choice: _Choice) -> list[Any]:
         """Run the detector; returns data samples."""
         labels = None if choice.dataset is None else choice.labels
-        with (
-            self._lock,
-            nullcontext()
-            if labels is None
-            else condition_on_dataset(self._detector, labels),
-        ):
+        with self._lock, ExitStack() as stack:
+            if labels is not None:
+                stack.enter_context(condition_on_dataset(self._detector, labels))
             return detect(self._detector, batch)
 
     def _through_windows(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,8 @@ class DetectorCheckpoint:
         _check_names([*state], path)
         check_finite(state, path=path)
         space = LabelSpace.from_metainfo(meta["dataset_meta"])
-        _check_names(_names_of(space), path)
+        own = (name for classes in space.dataset_classes for name in classes)
+        _check_names((*space.classes, *space.dataset_names, *space.groups, *own), path)
         return cls(
             *(path, config, model, pipeline, space, state, meta, trust, forgotten),
             scores=_own_scores(checkpoint),
@@ -257,12 +258,6 @@ def _check_names(names: Iterable[str], path: str) -> None:
                 f"the checkpoint {path} has the name {name!r:.80}, whose characters "
                 "control a terminal; it was not used."
             )
-
-
-def _names_of(space: LabelSpace) -> Iterator[str]:
-    yield from (*space.classes, *space.dataset_names, *space.groups)
-    for classes in space.dataset_classes:
-        yield from classes
 
 
 def disable_expert_parallel(model: Mapping[str, Any]) -> None:

@@ -194,13 +194,13 @@ def restrict_to_predicted_group(samples: Sequence[Any], detector: Any) -> None:
 
 
 @contextmanager
-def condition_on_dataset(detector: Any, labels: Sequence[int]) -> Iterator[bool]:
+def condition_on_dataset(detector: Any, labels: Sequence[int]) -> Iterator[None]:
     """Restrict a detector in evaluation to a given dataset's classes and experts.
 
     Classes other than ``labels`` are masked wherever class scores are computed, in the
     selection of queries, too; a background after them is kept. If the gates support it,
-    the samples' ``group_id`` chooses the experts instead of the router; the value
-    yielded is whether they do. Other forward passes have to wait meanwhile.
+    the samples' ``group_id`` chooses the experts instead of the router. Other forward
+    passes have to wait meanwhile.
     """
     head = detector.bbox_head
     modules = [*getattr(head, "cls_branches", ()), head]
@@ -213,20 +213,12 @@ def condition_on_dataset(detector: Any, labels: Sequence[int]) -> Iterator[bool]
         index = foreign.nonzero().flatten().to(scores.device)
         return scores.index_fill(-1, index, -torch.inf)
 
-    layers = [block.moe for block in moe_blocks(detector)]
-    choices = [layer.group_choice for layer in layers]
-
-    def restore() -> None:
-        for layer, choice in zip(layers, choices, strict=True):
-            layer.group_choice = choice
-
     with class_scores(modules, mask), ExitStack() as stack:
-        stack.callback(restore)
         try:
-            for layer, choice in zip(layers, choices, strict=True):
+            for layer in (block.moe for block in moe_blocks(detector)):
+                choice = layer.group_choice
+                stack.callback(setattr, layer, "group_choice", choice)
                 layer.set_group_choice(dataclasses.replace(choice, oracle=True))
-            is_given = bool(layers)
         except ValueError:  # a gate or layer that cannot be restricted to a group
-            restore()
-            is_given = False
-        yield is_given
+            stack.close()
+        yield

@@ -10,6 +10,7 @@ expert.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from damex.errors import check_choice, check_number, check_sizes
-from damex.moe.grouped import BACKENDS, choose_backend, linear_by, spread_over_rows
+from damex.moe.grouped import BACKENDS, choose_backend, grouped_linear, spread_over_rows
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType(
     {
@@ -135,10 +136,10 @@ class FFNExperts(nn.Module):
             slope_R1 = spread_over_rows(self.slope_E1, counts_E, tokens_RD.shape[0])
         if backend == "split":
             counts_E = counts_E.cpu()  # synchronizes a GPU only once
-        hidden_RH = linear_by(backend, tokens_RD, self.w1_EDH, self.b1_EH, counts_E)
+        run = partial(grouped_linear, counts_E=counts_E, backend=backend)
+        hidden_RH = run(tokens_RD, self.w1_EDH, self.b1_EH)
         hidden_RH = self.activate(hidden_RH, slope_R1)
-        out_RD = linear_by(backend, hidden_RH, self.w2_EHD, self.b2_ED, counts_E)
-        return self._drop(out_RD)
+        return self._drop(run(hidden_RH, self.w2_EHD, self.b2_ED))
 
     def forward_expert(self, tokens: Tensor, *, expert: int) -> Tensor:
         """Apply one expert to all tokens (..., D); the others get zero gradients."""
@@ -251,7 +252,7 @@ class LowRankExperts(nn.Module):
             counts_E = counts_E.cpu()  # synchronizes a GPU only once
         rows = tokens_RD
         for weight in (self.down_EDL, self.up_ELD):
-            rows = linear_by(backend, rows, weight, None, counts_E)
+            rows = grouped_linear(rows, weight, None, counts_E, backend=backend)
         return rows
 
     def extra_repr(self) -> str:

@@ -39,17 +39,6 @@ def grouped_linear(
     """
     check_choice("grouped_linear", BACKENDS, backend=backend)
     backend = choose_backend(x_RD, weight_EDF, backend=backend)
-    return linear_by(backend, x_RD, weight_EDF, bias_EF, counts_E)
-
-
-def linear_by(
-    backend: str,
-    x_RD: Tensor,
-    weight_EDF: Tensor,
-    bias_EF: Tensor | None,
-    counts_E: Tensor,
-) -> Tensor:
-    """`grouped_linear` by a backend that `choose_backend` has chosen."""
     # In a compiled graph the number of rows may be unknown until it runs.
     if backend == "grouped_mm" and (torch.compiler.is_compiling() or len(x_RD) > 0):
         return _grouped_mm_linear(x_RD, weight_EDF, bias_EF, counts_E)

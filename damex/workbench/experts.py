@@ -5,11 +5,10 @@ Axes: V real tokens, E experts, G dataset groups, R rows of the tables.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -203,17 +202,15 @@ def _count(
     if allowed_GE is not None:
         allowed_GE = None if None in groups else allowed_GE[groups]
     row_B = torch.tensor(numbers, device=record.logits_VE.device)
-    by_row = dataclasses.replace(
-        record,
-        group_ids_V=record.packing.spread(row_B),
-        group_experts_GE=allowed_GE,
+    by_row = replace(
+        record, group_ids_V=record.packing.spread(row_B), group_experts_GE=allowed_GE
     )
     tallies = [(routes.served, False)]
     if record.votes_BG is not None or record.is_forced:
         # A vote or a given dataset restricts the choice of single tokens.
         tallies.append((routes.chosen, True))
     for found, forced in tallies:
-        one = dataclasses.replace(by_row, is_forced=forced)
+        one = replace(by_row, is_forced=forced)
         add_tallies(found, {name: LayerTally.of(one, num_groups=len(rows))})
 
 

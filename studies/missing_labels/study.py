@@ -150,12 +150,9 @@ def _detect(
         with torch.no_grad():
             samples = detector.test_step(batch)
         for sample in samples:
-            height, width = sample.ori_shape
             found = sample.pred_instances
             results.append(
                 ImageResult(
-                    width=width,
-                    height=height,
                     boxes=found.bboxes.numpy(force=True),
                     scores=found.scores.numpy(force=True),
                     labels=found.labels.numpy(force=True),

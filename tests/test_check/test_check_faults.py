@@ -26,8 +26,8 @@ from damex.errors import ConfigError, DataError
 from damex.workbench.check.labels import count_classes
 from damex.workbench.check.sources import expectations
 from tests.test_check.conftest import CLASSES, SIZE, document, picture
+from tests.test_datasets.test_coco import set_record
 
-GONE = object()
 LOAD = [dict(type="LoadImageFromFile"), dict(type="LoadAnnotations", with_bbox=True)]
 PACK = dict(type="PackDetInputs")
 IGNORED = dict(type="LoadImageFromFile", color_type="color_ignore_orientation")
@@ -44,14 +44,8 @@ HALF = loader(dict(type="Resize", scale=(48, 48), keep_ratio=True))
 
 def edit(key, position, **fields):
     """Change, or remove, fields of a training record."""
-
-    def plant(data):
-        record = data.train[key][position]
-        record.update(fields)
-        for name in [name for name, value in fields.items() if value is GONE]:
-            del record[name]
-
-    return plant
+    change = set_record(key, position, **fields)
+    return lambda data: change(data.train)
 
 
 def add(splits, **category):
@@ -238,13 +232,13 @@ FAULTS = [
         lambda data: data.train["annotations"].append("car"),
     ),
     ("wrong-type", "image 3", edit("images", 2, width="96")),
-    ("missing-field", "image 3", edit("images", 2, height=GONE)),
+    ("missing-field", "image 3", edit("images", 2, height=None)),
     (
         "missing-field",
         "annotation number 5 of the list",
-        edit("annotations", 4, id=GONE),
+        edit("annotations", 4, id=None),
     ),
-    ("missing-field", SEVEN, edit("annotations", 4, category_id=GONE)),
+    ("missing-field", SEVEN, edit("annotations", 4, category_id=None)),
     # Ids.
     ("duplicate-image-id", "image 3", one_image_id_twice),
     ("duplicate-annotation-id", SEVEN, edit("annotations", 5, id=7)),
@@ -291,7 +285,7 @@ FAULTS = [
         both(each("annotations", shares), box(-0.1, 0.7, 0.4, 0.4)),
     ),
     ("duplicate-box", "annotation 1000", another_box()),
-    ("area-missing", None, edit("annotations", 4, area=GONE)),
+    ("area-missing", None, edit("annotations", 4, area=None)),
     ("area-zero", SEVEN, edit("annotations", 4, area=0)),
     ("area-inconsistent", SEVEN, edit("annotations", 4, area=9999)),
     ("area-inconsistent", SEVEN, edit("annotations", 4, area=30), dict(level="info")),

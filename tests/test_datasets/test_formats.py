@@ -30,14 +30,10 @@ from damex.workbench.cli.run import run_command
 from damex.workbench.formats.conversion import convert_cached
 from damex.workbench.formats.records import content_share
 from damex.workbench.formats.tree import Tree
+from tests.test_datasets.test_mixture import PIPELINE
 
 CLASSES = ("ant", "bee", "cow")
 SIZES = ((40, 20), (33, 57), (64, 64), (101, 37))
-PIPELINE = [
-    dict(type="LoadImageFromFile"),
-    dict(type="LoadAnnotations", with_bbox=True),
-    dict(type="PackDetInputs"),
-]
 
 
 @pytest.fixture

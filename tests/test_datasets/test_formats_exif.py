@@ -10,12 +10,8 @@ from damex.datasets.image_files import turn_box
 from damex.datasets.mixture import MixtureDataset
 from damex.datasets.pixels import read_header
 from damex.errors import DataError
+from tests.test_datasets.test_mixture import PIPELINE
 
-PIPELINE = [
-    dict(type="LoadImageFromFile"),
-    dict(type="LoadAnnotations", with_bbox=True),
-    dict(type="PackDetInputs"),
-]
 SIZE = (48, 32)
 STORED_BOX = (6, 4, 30, 12)
 TURNED = "images with EXIF rotation: boxes turned with them"

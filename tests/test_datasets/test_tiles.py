@@ -178,7 +178,7 @@ def test_boxes_cut_by_a_crop_are_ignored_below_a_share():
         gt_ignore_flags=np.array([False, False, True, False]),
         img_shape=(40, 36),
     )
-    step = TRANSFORMS.build(dict(type="IgnoreCutBoxes", min_visible=0.4))
+    step = TRANSFORMS.build(dict(type="IgnoreCutBoxes"))
     results = step(results)
     # Inside: 4 of 10, 39 of 100, 6 of 10 (ignored before), 3 of 8.
     assert results["gt_ignore_flags"].tolist() == [False, True, True, True]

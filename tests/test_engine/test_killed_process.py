@@ -19,11 +19,8 @@ train_dataloader["sampler"]["samples_per_epoch"] = 80
 train_dataloader.update(num_workers=1, persistent_workers=True)
 default_hooks = dict(checkpoint=dict(by_epoch=False, interval=4))
 custom_hooks = [dict(type="ProgressHook", every_seconds=0)]
-model = dict(
-    num_queries=10,
-    dn_cfg=dict(group_cfg=dict(num_dn_queries=10)),
-    test_cfg=dict(max_per_img=10),
-)
+model = dict(num_queries=10, dn_cfg=dict(group_cfg=dict(num_dn_queries=10)))
+model["test_cfg"] = dict(max_per_img=10)
 moe = dict(num_experts=4, expert_parallel=2)
 """
 STEPS = 20

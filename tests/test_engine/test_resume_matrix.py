@@ -17,11 +17,8 @@ from damex.errors import ConfigError
 pytestmark = pytest.mark.slow
 
 SMALL = """
-model = dict(
-    num_queries=10,
-    dn_cfg=dict(group_cfg=dict(num_dn_queries=10)),
-    test_cfg=dict(max_per_img=10),
-)
+model = dict(num_queries=10, dn_cfg=dict(group_cfg=dict(num_dn_queries=10)))
+model["test_cfg"] = dict(max_per_img=10)
 data_check = "off"
 param_scheduler = [dict(type="CosineAnnealingLR", eta_min_ratio=0.02, by_epoch=False)]
 """

@@ -20,11 +20,8 @@ TRAINING = """
 train_cfg = dict(max_epochs=2, val_begin=9)
 default_hooks = dict(checkpoint=dict(by_epoch=False, interval=4))
 train_dataloader["batch_sampler"] = dict(type="AspectRatioBatchSampler")
-model = dict(
-    num_queries=10,
-    dn_cfg=dict(group_cfg=dict(num_dn_queries=10)),
-    test_cfg=dict(max_per_img=10),
-)
+model = dict(num_queries=10, dn_cfg=dict(group_cfg=dict(num_dn_queries=10)))
+model["test_cfg"] = dict(max_per_img=10)
 param_scheduler = [
     dict(type="LinearLR", start_factor=0.1, by_epoch=False, begin=0, end=2),
     dict(type="CosineAnnealingLR", eta_min_ratio=0.02, by_epoch=False),

@@ -11,11 +11,8 @@ FEW_STEPS = """
 train_cfg = dict(max_epochs={epochs}, val_begin=9)
 train_dataloader["sampler"]["samples_per_epoch"] = {samples}
 custom_hooks = []
-model = dict(
-    num_queries=10,
-    dn_cfg=dict(group_cfg=dict(num_dn_queries=10)),
-    test_cfg=dict(max_per_img=10),
-)
+model = dict(num_queries=10, dn_cfg=dict(group_cfg=dict(num_dn_queries=10)))
+model["test_cfg"] = dict(max_per_img=10)
 optim_wrapper = dict(optimizer=dict(weight_decay={weight_decay}))
 """
 NO_CHECKPOINT = "default_hooks = dict(checkpoint=None)"

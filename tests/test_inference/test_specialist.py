@@ -1,10 +1,5 @@
 """A detector that is taken out answers as the mixture that is told its dataset."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from mmdet.apis import inference_detector, init_detector
@@ -16,7 +11,6 @@ from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.export.specialist import extract
 from tests.test_inference.conftest import BEST, SPACE
 
-ROOT = Path(__file__).parents[2]
 SHARED = dict(
     layers=dict(decoder="all"),
     fine_grained=dict(parts=4, shared=3, copies=3),
@@ -157,27 +151,17 @@ print("scores:", *found["scores"])
 
 
 @pytest.mark.slow
-def test_a_process_without_damex_predicts(save, photos, tmp_path):
+def test_a_process_without_damex_predicts(save, photos, tmp_path, run_python):
     checkpoint = save(base="moe-dino-mini_efficientnet-lite0")
     out = tmp_path / "park.pth"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
-    def run(*arguments):
-        done = subprocess.run(
-            [sys.executable, *map(str, arguments)],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
     export = ("export", checkpoint, "--dataset", "park", "--out", out)
-    assert "2 classes" in run("-m", "damex", *export)
+    done = run_python("-m", "damex", *export)
+    assert done.returncode == 0, done.stderr
+    assert "2 classes" in done.stdout
     image = photos / "a.png"
-    said = run("-c", CODE, out.with_suffix(".py"), out, image)
-    scores = [float(v) for v in said.split("scores:")[1].split()]
+    done = run_python("-c", CODE, out.with_suffix(".py"), out, image)
+    assert done.returncode == 0, done.stderr
+    scores = [float(v) for v in done.stdout.split("scores:")[1].split()]
     predictor = Predictor(checkpoint, device="cpu")
     (told,) = predictor(image, dataset="park", min_score=0.0)
     np.testing.assert_allclose(scores, told.scores, atol=1e-5)

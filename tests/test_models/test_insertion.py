@@ -11,6 +11,7 @@ from damex.errors import ConfigError
 from damex.models.config import read_moe
 from damex.models.context import RoutingContext
 from damex.models.insertion import insert_moe, moe_blocks
+from tests.test_models.test_blocks import PMOE
 
 DAMEX = dict(
     layers=dict(decoder=[0, 2]),
@@ -131,14 +132,6 @@ def test_a_balance_loss_without_a_gradient_is_noted(
     assert (grad < 1e-6) == is_idle
     notes = insert(build, moe).notes
     assert [gate["type"] in note for note in notes] == [True] * is_idle
-
-
-PMOE = dict(
-    layers=dict(backbone=[3]),
-    num_experts=4,
-    gate=dict(type="ExpertChoiceGate", share=0.5),
-    experts=dict(type="PatchConvExperts", patch_size=1, border="neighbours"),
-)
 
 
 # One FFN 64-256-64: 64*256 + 256 + 256*64 + 64 = 33,088; three and a 64 x 3 router.

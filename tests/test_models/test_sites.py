@@ -6,6 +6,7 @@ from torch import nn
 
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
+from tests.test_models.test_blocks import PMOE
 
 ON_PATCHES = dict(num_experts=4, experts=dict(type="PatchConvExperts", patch_size=1))
 CHANNELS = dict(channels=dict(embedding=dict(type="ShallowEmbedding", widths=(8,))))
@@ -28,14 +29,6 @@ def test_experts_and_channels_reject_the_same_stages(build, moe, chosen, message
 def test_channels_know_the_same_words(build):
     gated = build(moe={**CHANNELS, "layers": dict(backbone="last")})
     assert {n.split(".")[1] for n in gated.channel_gating.path.names} == {"3"}
-
-
-PMOE = dict(
-    layers=dict(backbone=[3]),
-    num_experts=4,
-    gate=dict(type="ExpertChoiceGate", share=0.5),
-    experts=dict(type="PatchConvExperts", patch_size=1, border="neighbours"),
-)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,6 @@ def image(found, truth):
     rows = np.array([[x, 0, x + 10, 10, score, label] for x, score, label in found])
     rows = rows.reshape(-1, 6)
     return ImageResult(
-        width=200,
-        height=10,
         boxes=rows[:, :4],
         scores=rows[:, 4],
         labels=rows[:, 5].astype(int),

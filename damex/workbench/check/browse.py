@@ -42,12 +42,7 @@ SIZE_CHART = 150
 
 
 def browse(
-    config: str,
-    *,
-    cfg_options: Sequence[str],
-    out: str | None,
-    samples: int,
-    seed: int,
+    config: str, *, cfg_options: Sequence[str], out: str | None, samples: int, seed: int
 ) -> None:
     """Write a page about the datasets of a config, and contact sheets of the splits."""
     cfg = mixture_config_of(config, cfg_options)
@@ -139,9 +134,7 @@ def render_page(package: str, **values: Any) -> str:
 
 
 def _splits(
-    views: Sequence[SplitView],
-    tiles: Mapping[str, Tiles],
-    colors: Mapping[str, Color],
+    views: Sequence[SplitView], tiles: Mapping[str, Tiles], colors: Mapping[str, Color]
 ) -> list[dict[str, Any]]:
     """Contents of the splits of one dataset, whose charts have the same scale."""
     histograms = [_histogram(view) for view in views]

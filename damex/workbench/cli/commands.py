@@ -27,12 +27,7 @@ from damex.workbench.zero_config import models_help
 Launcher = Literal["none", "pytorch", "slurm", "mpi"]
 # What `damex headroom` trains besides the dense detector.
 DefaultBaseline = Literal[
-    "dense_lr2",
-    "partitioned",
-    "wide_decoder",
-    "wide_encoder",
-    "single",
-    "oracle",
+    "dense_lr2", "partitioned", "wide_decoder", "wide_encoder", "single", "oracle"
 ]
 BASELINES: tuple[DefaultBaseline, ...] = get_args(DefaultBaseline)
 # As many times the compute as there are datasets.

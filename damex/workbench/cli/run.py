@@ -41,8 +41,7 @@ ConfigName = Annotated[
     str, Parameter(help="A file, or the name of a config that comes with damex.")
 ]
 ConfigOrFolder = Annotated[
-    str,
-    Parameter(help="A config: a file or a name; or the folder of a dataset."),
+    str, Parameter(help="A config: a file or a name; or the folder of a dataset.")
 ]
 Device = Annotated[
     str | None,

@@ -286,17 +286,17 @@ def train_completed(
     if not (teacher / "summary.json").exists():
         half = ["--epochs", str(total // 2), "--work-dir", str(teacher)]
         settings = ["--cfg-options", *cfg_options] if cfg_options else []
-        _damex("train", "--data", *data, *common, *half, *settings)
+        run_damex(["train", "--data", *data, *common, *half, *settings], verbose=True)
     summary = json.loads((teacher / "summary.json").read_text("utf-8"))
     checkpoint = str(teacher / summary["checkpoint"])
     if not completed.exists():
         out = ["--out", str(completed)]
-        _damex("data", "complete", checkpoint, *out, *given)  # as it was trained
+        run_damex(["data", "complete", checkpoint, *out, *given], verbose=True)
     done = [f"{name}={completed / name}" for name in folders]
     rest = ["--epochs", str(total - total // 2), "--work-dir", str(base)]
     kept = [word for word in cfg_options if not _OF_LABELS.match(word)]
     settings = ["--cfg-options", *kept, option_of("load_from", checkpoint)]
-    _damex("train", "--data", *done, *common, *rest, *settings)
+    run_damex(["train", "--data", *done, *common, *rest, *settings], verbose=True)
 
 
 def _checked(cfg: Config, epochs: int | None) -> tuple[LabelSpace, int]:
@@ -321,7 +321,3 @@ def _remember(file: Path, words: Mapping[str, Any]) -> None:
             "remove it, or choose another --work-dir."
         )
     write_json(file, words, indent=1)
-
-
-def _damex(*words: str) -> None:
-    run_damex(words, verbose=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, NoReturn
@@ -180,12 +180,11 @@ class FileTeacher:
 Teacher = DetectorTeacher | FileTeacher
 
 
-def _joined(rows: Iterable[Found]) -> Found:
+def _joined(rows: Sequence[Found]) -> Found:
     """The detections of several passes in one image, each object once."""
-    every = [*rows]
-    if not every:
+    if not rows:
         return Found(np.zeros((0, 4)), np.zeros(0), ())
-    boxes_N4 = np.concatenate([one.boxes_N4 for one in every])
-    scores_N = np.concatenate([one.scores_N for one in every])
-    names = tuple(name for one in every for name in one.names)
+    boxes_N4 = np.concatenate([one.boxes_N4 for one in rows])
+    scores_N = np.concatenate([one.scores_N for one in rows])
+    names = tuple(name for one in rows for name in one.names)
     return Found(boxes_N4, scores_N, names).without_doubles()

@@ -23,12 +23,7 @@ from damex.models.dataset_classifier import classifies_datasets, router_posterio
 from damex.models.detectors import RoutedDetector, mmdet_class
 from damex.models.insertion import moe_blocks
 from damex.models.starts import DENSE_EXPERT
-from damex.moe import (
-    FFNExperts,
-    LowRankExperts,
-    RoutingRecord,
-    TopKGate,
-)
+from damex.moe import FFNExperts, LowRankExperts, RoutingRecord, TopKGate
 from damex.moe.routing import image_votes
 
 SLOPE = "0.1.weight"  # of nn.PReLU

@@ -80,7 +80,9 @@ def write_export(
     trust: bool,
 ) -> list[str]:
     """Write the file, and return lines about it; see `damex.Detector.export`."""
-    path, form = Path(out), _form_of(out)
+    path = Path(out)
+    # What to write: the suffix of a file, or a folder.
+    form = FOLDER if out.endswith(("/", os.sep)) else path.suffix or FOLDER
     _check_request(path, form, dataset, image_size)
     stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     is_plain = stored.model.get("type") == MoETransformersDetector.__name__
@@ -117,12 +119,6 @@ def write_export(
         first, lines = f"written: {' and '.join(map(str, files))}", []
         needs = f"{specialist.library}, without damex{specialist.needs}"
     return [first, f"{about}; for {needs}", *lines]
-
-
-def _form_of(out: str) -> str:
-    """What to write: the suffix of a file, or a folder."""
-    is_folder = out.endswith(("/", os.sep))
-    return FOLDER if is_folder else Path(out).suffix or FOLDER
 
 
 def _check_request(

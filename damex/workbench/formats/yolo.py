@@ -29,11 +29,7 @@ from damex.workbench.formats.label_files import (
     why_no_image,
     yolo_boxes,
 )
-from damex.workbench.formats.records import (
-    Contents,
-    Format,
-    Sample,
-)
+from damex.workbench.formats.records import Contents, Format, Sample
 from damex.workbench.formats.tree import (
     Tree,
     join,

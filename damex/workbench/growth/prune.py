@@ -85,9 +85,7 @@ def merge_groups(stored: DetectorCheckpoint, datasets: Sequence[str]) -> Pruned:
     name = "+".join(groups)
     # The first group gets the averaged rows; the others are dropped.
     first = replace(
-        stored,
-        state=_averaged(stored, groups),
-        space=_renamed(old, groups[:1], name),
+        stored, state=_averaged(stored, groups), space=_renamed(old, groups[:1], name)
     )
     return _limited(first, _renamed(old, groups, name))
 

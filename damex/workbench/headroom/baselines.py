@@ -136,11 +136,6 @@ def _changed(joint: JointTraining, name: str, change: Change) -> Training:
     return Training(name, cfg, _images(cfg, joint.samples_per_epoch))
 
 
-def single_name(dataset: str, baseline: str = "single") -> str:
-    """Return the name of the training on one dataset alone of a baseline."""
-    return f"{baseline}_{dataset}"
-
-
 def _multiply(cfg: Config, *, path: str, factor: float) -> None:
     """Multiply a number of a config."""
     *parents, key = path.split(".")
@@ -233,9 +228,7 @@ def _singles(joint: JointTraining, name: str) -> list[Training]:
             for key in {"max_iters", "val_interval", "val_begin"} & {*train}:
                 train[key] = _scaled(train[key], share)
         cfg["param_scheduler"] = _scaled_spans(cfg.get("param_scheduler"), share)
-        trainings.append(
-            Training(single_name(dataset, name), cfg, _images(cfg, samples))
-        )
+        trainings.append(Training(f"{name}_{dataset}", cfg, _images(cfg, samples)))
     return trainings
 
 

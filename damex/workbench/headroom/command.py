@@ -29,7 +29,6 @@ from damex.workbench.headroom.baselines import (
     baselines_of,
     experts_of,
     read_joint,
-    single_name,
 )
 from damex.workbench.headroom.runs import (
     Run,
@@ -179,7 +178,7 @@ def report(
     if RECIPE not in experts:  # trained for the oracle
         rows.pop(RECIPE, None)
     for baseline in SINGLES:
-        trainings = {n: single_name(n, baseline) for n in datasets}
+        trainings = {n: f"{baseline}_{n}" for n in datasets}
         found = {n: rows.pop(of) for n, of in trainings.items() if of in rows}
         if found:
             rows[baseline] = single_row(found)
