@@ -107,12 +107,11 @@ def insert_adapters(
         width = next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
         shared = dict(embed_dims=width, hidden_dims=1)
         layer = build_layer(
-            config,
-            dict(embed_dims=width),
-            num_groups=num_groups,
-            shared_expert=shared,
+            config, dict(embed_dims=width), num_groups=num_groups, shared_expert=shared
         )
         layer.shared_expert = None  # the FFN is
+        if hasattr(site, "adapter"):
+            raise ConfigError(f"moe.layers.{component}: {number} is listed twice.")
         site.adapter = MoEAdapter(
             layer,
             name=f"{component}.{number}",

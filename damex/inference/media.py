@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +120,10 @@ class Inputs:
             bgr = np.ascontiguousarray(rgb[..., ::-1])
             array = _loaded(bgr, path=None, number=0)
             return self._prepared(array | dict(levels=levels))
-        problem = problem_of(Path(image))
-        try:
-            loaded = (
-                None if problem else self._load(dict(img_path=str(image), img_id=0))
-            )
-        except Exception:  # readers raise anything
-            loaded = None
+        loaded, problem = None, problem_of(Path(image))
+        with suppress(Exception):  # readers raise anything
+            if not problem:
+                loaded = self._load(dict(img_path=str(image), img_id=0))
         if loaded is None:
             raise DataError(f"{image} {problem or 'is not an image that can be read'}.")
         return self._prepared(loaded)

@@ -340,10 +340,8 @@ def read_literals(text: str, *, where: str) -> dict[str, Any]:
         for statement in ast.parse(text).body:
             line = statement.lineno
             match statement:
-                case ast.Assign(targets=[ast.Name(id=name)]):
-                    if name in RESERVED_KEYS:
-                        raise ValueError(name)
-                    found[name] = ast.literal_eval(_Literal().visit(statement.value))
+                case ast.Assign(targets=[ast.Name(id=key)]) if key not in RESERVED_KEYS:
+                    found[key] = ast.literal_eval(_Literal().visit(statement.value))
                 case _:
                     raise ValueError(type(statement).__name__)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:

@@ -273,9 +273,5 @@ def build_awareness(
             "trained to classify datasets; set moe.layers.encoder and a "
             "DatasetRoutingLoss in moe.losses, or source='head'."
         )
-    return DatasetAwareness(
-        config,
-        label_coverage,
-        num_classes=head.num_classes,
-        embed_dims=detector.embed_dims,
-    )
+    sizes = dict(num_classes=head.num_classes, embed_dims=detector.embed_dims)
+    return DatasetAwareness(config, label_coverage, **sizes)

@@ -68,7 +68,8 @@ def router_posterior(record: RoutingRecord) -> Tensor:
     map of dataset groups.
     """
     assert record.group_experts_GE is not None
-    probs_VG = record.probs_VE @ record.group_experts_GE.T.to(record.probs_VE.dtype)
+    with torch.autocast(record.probs_VE.device.type, enabled=False):
+        probs_VG = record.probs_VE @ record.group_experts_GE.T.to(record.probs_VE.dtype)
     # Experts of no group may take all probability; the group is then unknown.
     probs_VG = probs_VG.clamp_min(torch.finfo(probs_VG.dtype).tiny)
     probs_VG = probs_VG / probs_VG.sum(dim=-1, keepdim=True)

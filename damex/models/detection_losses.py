@@ -120,12 +120,11 @@ def image_weights(counts_B: Tensor, power: float) -> Tensor:
 
     They are ``count ** -power``, scaled so that all objects together weigh as much as
     without, over all processes: with 1 the loss is the mean of the losses that each
-    image would have alone. An image without objects weighs as one with one.
+    image with objects would have alone. One without objects weighs as one with one.
     """
-    counts_B = counts_B.clamp(min=1).float()
-    weights_B = counts_B**-power
-    both = torch.stack([counts_B.sum(), (counts_B * weights_B).sum()])
-    objects, weighted = reduce_mean(both)
+    weights_B = counts_B.clamp(min=1).float() ** -power
+    both = torch.stack([counts_B.float().sum(), (counts_B * weights_B).sum()])
+    objects, weighted = reduce_mean(both).clamp(min=torch.finfo(torch.float32).tiny)
     return weights_B * (objects / weighted)
 
 

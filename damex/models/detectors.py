@@ -106,6 +106,13 @@ class RoutedDetector(_Detector):
         check_widths(self, kwargs.get("neck") or {})
         self.routing = RoutingContext()
         self.image_balance = image_balance
+        if image_balance:
+            if not getattr(self.bbox_head.loss_cls, "use_sigmoid", False):
+                raise ConfigError(
+                    "model.image_balance needs a loss_cls with use_sigmoid=True, whose "
+                    "sum is divided by the number of objects; remove image_balance."
+                )
+            self.bbox_head.sync_cls_avg_factor = True  # over all processes
         self.counts_tokens = False
         self.tally: RoutingTally | None = None
         self.channel_gating: Any = None

@@ -161,14 +161,11 @@ class SplitStart:
             output_bias=experts.output_bias,
         ).to(experts.w1_EDH.device)
         rows = {name: tensor[0] for name, tensor in dense.state_dict().items()}
-        keys = dense_keys(block.state_dict(), "")
-        load_ffn(
-            block,
-            {
-                key: rows[name].t() if name.startswith("w") else rows[name]
-                for name, key in keys.items()
-            },
-        )
+        ffn = {
+            key: rows[name].t() if name.startswith("w") else rows[name]
+            for name, key in dense_keys(block.state_dict(), "").items()
+        }
+        load_ffn(block, ffn)
 
 
 def split_hidden_dims(hidden_dims: int, *, parts: int) -> int:

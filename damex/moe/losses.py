@@ -185,7 +185,8 @@ class LoadLoss(RoutingLoss):
             raise ValueError("LoadLoss: needs the same number of experts per token")
         std = self.noise_std or 1.0 / record.num_experts
         threshold_V1 = torch.topk(logits_VE, k, dim=1).values[:, -1:]
-        # Shazeer et al. 2017: P(v, e) = Phi(distance to the k-th largest / std).
+        # Shazeer et al. 2017: P(v, e) = Phi(distance to the k-th largest / std). Theirs
+        # leaves e itself out of the k; with it, as in Tutel, a k-th choice counts 1/2.
         chance_VE = torch.special.ndtr((logits_VE - threshold_V1) / std)
         return _squared_cv(chance_VE.sum(0))
 

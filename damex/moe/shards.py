@@ -125,7 +125,7 @@ class ExpertShards:
                     f"{tuple(tensor.shape)}, but its first axis must count the "
                     f"{num_experts} experts"
                 )
-        for tensor in _tensors(bank):
+        for tensor in (*bank.parameters(), *bank.buffers()):
             first_E = tensor.data.to(self.device)  # models are built on the CPU
             distributed.broadcast(first_E, src=0)
             tensor.data = self.own(first_E).to(tensor.device, copy=True)
@@ -141,7 +141,8 @@ class ExpertShards:
         the result. Nested contexts have no effect.
         """
         num_experts = cast(Any, bank).num_experts
-        parts = [t for t in _tensors(bank) if t.shape[0] < num_experts]
+        tensors = (*bank.parameters(), *bank.buffers())
+        parts = [t for t in tensors if t.shape[0] < num_experts]
         kept = []
         for tensor in parts:
             local_L, full_E = tensor.data, self.gather(tensor.data)
@@ -265,10 +266,6 @@ def _timeout_of(group: Any, device: torch.device) -> timedelta | None:
     """Return the timeout of a group; None if its backend has none."""
     options = getattr(group._get_backend(device), "options", None)
     return getattr(options, "_timeout", None)
-
-
-def _tensors(bank: nn.Module) -> list[Tensor]:
-    return [*bank.parameters(), *bank.buffers()]
 
 
 def _is_shaped(value: Any, tensor: Tensor) -> bool:

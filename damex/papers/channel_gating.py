@@ -185,7 +185,7 @@ def _check(block: Any, name: str) -> None:
 def check_gateable(conv: nn.Module, norm: nn.Module, where: str) -> None:
     """Raise ConfigError for layers whose closed channels cannot be skipped."""
     if (
-        not isinstance(conv, nn.Conv2d)
+        type(conv) is not nn.Conv2d  # a subclass may change its kernel
         or conv.groups != 1
         or conv.padding_mode != "zeros"
         or isinstance(conv.padding, str)

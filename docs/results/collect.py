@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from damex.engine.summary import versions
-from damex.workbench.headroom.baselines import SINGLES, single_name
+from damex.workbench.headroom.baselines import SINGLES
 
 
 def machine() -> str:
@@ -74,7 +74,7 @@ def runs_of(folder: Path) -> Iterator[dict[str, Any]]:
         }
         yield record
     for arm in SINGLES:
-        parts = [folder / single_name(name, arm) for name in datasets]
+        parts = [folder / f"{arm}_{name}" for name in datasets]
         for path in sorted(parts[0].glob("seed*")) if parts else ():
             found_all = [summary(part / path.name) for part in parts]
             alone = [one for one in found_all if one is not None]

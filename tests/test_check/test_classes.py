@@ -1,7 +1,5 @@
 """Names that are perhaps two spellings of one."""
 
-from __future__ import annotations
-
 import pytest
 
 from damex.workbench.check.classes import similar_names, why_near

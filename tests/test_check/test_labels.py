@@ -1,7 +1,5 @@
 """``damex data labels``: the merge table, near misses and conflicts."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """``damex data prepare uodb``: what is missing, and what is made of the rest."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

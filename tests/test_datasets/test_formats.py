@@ -1,7 +1,5 @@
 """Recognition, splits, the cache, and entries of a mixture with a root."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import io

@@ -1,7 +1,5 @@
 """EXIF rotation: boxes must lie where the pixels are, as a training loads them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from PIL import Image

@@ -1,7 +1,5 @@
 """Each format: a folder made by hand with boxes worked out by hand, and its faults."""
 
-from __future__ import annotations
-
 import pytest
 
 from damex.errors import ConfigError, DataError

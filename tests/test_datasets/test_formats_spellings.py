@@ -1,7 +1,5 @@
 """Label files as people and tools write them: one content, many spellings."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

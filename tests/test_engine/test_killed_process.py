@@ -1,7 +1,5 @@
 """Processes that are killed: what they wrote resumes, and others stop and say why."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

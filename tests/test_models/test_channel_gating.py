@@ -260,12 +260,14 @@ def test_settings_that_cannot_work_are_named(build, changes, message):
             dict(backbone=dict(type="ResNeXt", depth=50, groups=4, base_width=4)),
             r"backbone.3.0 is a resnext.Bottleneck; ch",
         ),
+        ({"backbone.conv_cfg": dict(type="ConvAWS")}, "need a Conv2d .*got ConvAWS2d"),
     ],
-    ids=["mixture", "MobileNet", "ResNeXt"],
+    ids=["mixture", "MobileNet", "ResNeXt", "standardized kernels"],
 )
 def test_detectors_that_cannot_be_gated_are_refused(model_config, changes, message):
     config = model_config(moe=CHANNELS)
     for key, value in changes.items():
-        config[key] = value
+        owner, _, field = key.rpartition(".")
+        (config[owner] if owner else config)[field] = value
     with pytest.raises(ConfigError, match=message):
         MODELS.build(config)

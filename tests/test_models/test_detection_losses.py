@@ -12,6 +12,7 @@ from mmengine.structures import InstanceData
 from torch import nn
 
 from damex.datasets.mixture import MixtureDataset
+from damex.errors import ConfigError
 from damex.models.detection_losses import ignored_boxes_of, ignoring, image_weights
 
 # 40 pixels wide and 20 high.
@@ -225,6 +226,19 @@ BOXES = [4, 1]
 def test_weights_by_hand(power, expected):
     weights = image_weights(torch.tensor([4, 1]), power)
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float))
+    # An image without objects takes nothing from them.
+    more = image_weights(torch.tensor([4, 1, 0]), power)
+    torch.testing.assert_close(more, torch.cat([weights, weights[1:]]))
+    assert image_weights(torch.tensor([0, 0]), power).tolist() == [1, 1]
+
+
+def test_images_are_balanced_where_losses_are_divided_by_all_objects(build_mmdet):
+    """DAB-DETR of mmdet divides by those of a process, DETR by other numbers."""
+    for balance in (0.0, 0.5):
+        head = build_mmdet("MoEDABDETR", image_balance=balance).bbox_head
+        assert head.sync_cls_avg_factor == bool(balance)
+    with pytest.raises(ConfigError, match="image_balance needs a loss_cls with"):
+        build_mmdet("MoEDETR", image_balance=0.5)
 
 
 def matched(losses):
