@@ -29,7 +29,7 @@ ARMS = {
     "dense": "one detector",
     "single": "a detector per dataset, together as long",
     "dense_full": "one detector, seven times as long",
-    "single_full": "a detector per dataset, each as long as one detector",
+    "single_full": "a detector per dataset, seven times as long",
     "partitioned": "one detector, a head per dataset",
     "damex": "`damex`: the paper's experts",
     "damex_best": "`damex_best`: the default experts",
