@@ -208,6 +208,8 @@ class RoutedDetector(_Detector):
         """Compute the detector's losses and ``loss_moe_*``, means over MoE layers."""
         groups = ids_of(batch_data_samples, "group_id", batch_inputs.device)
         truth = None
+        if self.training and self.upcycling is not None:
+            self.upcycling.check_begun()
         if self.training and counts_foreground(moe_blocks(self)):
             truth = ground_truth_of(batch_data_samples)
         known: Any = dict(group_ids_B=groups, ground_truth=truth)

@@ -91,12 +91,7 @@ class RouterWarmup:
             RuntimeError: If :meth:`begin_step` was never called.
         """
         if self._is_open is None:
-            raise RuntimeError(
-                "moe.router_warmup needs the iteration of the training, which was not "
-                "set: train with damex's runner, add "
-                "dict(type='TrainingStepHook') to custom_hooks, or set "
-                "router_warmup=None."
-            )
+            raise _without_iteration("router_warmup")
         key = f"loss_moe_{self.config.loss}"
         if self._is_open:
             return {
@@ -128,6 +123,12 @@ class InRunUpcycling:
         self.config = config
         self.blocks = tuple(blocks)
         self._frozen: list[nn.Parameter] = []
+        self._has_begun = False
+
+    def check_begun(self) -> None:
+        """Raise RuntimeError in a dense phase that nothing would end."""
+        if self.is_dense and not self._has_begun:
+            raise _without_iteration("upcycling")
 
     @property
     def is_dense(self) -> bool:
@@ -145,7 +146,7 @@ class InRunUpcycling:
         Raises:
             ConfigError: If the training ends before the dense phase does.
         """
-        start = self.config.length(max_iters)
+        start, self._has_begun = self.config.length(max_iters), True
         for block in self.blocks:
             if iteration >= start and block.is_dense:
                 bank = cast(nn.Module, block.moe.experts)
@@ -162,6 +163,14 @@ class InRunUpcycling:
         ]
         _require_grad(self._frozen, False)
         return start
+
+
+def _without_iteration(option: str) -> RuntimeError:
+    return RuntimeError(
+        f"moe.{option} needs the iteration of the training, which was not set: train "
+        "with damex's runner, add dict(type='TrainingStepHook') to custom_hooks, or "
+        f"set {option}=None."
+    )
 
 
 def _require_grad(parameters: Sequence[nn.Parameter], is_required: bool) -> None:

@@ -226,9 +226,12 @@ def test_the_dataset_loss_can_warm_up_routers_of_patches(build, make_batch):
     assert changed(start, snapshot(detector)) == routers(detector)
 
 
-def test_a_warmup_needs_the_iteration(build, make_batch):
-    detector, wrapper = make(build, WARMED_UP)
-    with pytest.raises(RuntimeError, match=r"moe.router_warmup needs the iteration"):
+@pytest.mark.parametrize(
+    ("moe", "option"), [(WARMED_UP, "router_warmup"), (UPCYCLED, "upcycling")]
+)
+def test_a_phase_needs_the_iteration(build, make_batch, moe, option):
+    detector, wrapper = make(build, moe)
+    with pytest.raises(RuntimeError, match=f"moe.{option} needs the iteration"):
         detector.train_step(make_batch([0, 1]), wrapper)
 
 
