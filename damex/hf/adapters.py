@@ -53,9 +53,7 @@ class MoEAdapter(MoEFFN):
         self.windows = windows
         self.register_load_state_dict_pre_hook(_keep_new)
 
-    def forward(  # type: ignore[override]
-        self, tokens_BND: Tensor
-    ) -> Tensor:
+    def forward(self, tokens_BND: Tensor) -> Tensor:  # type: ignore[override]
         """Return the output of the experts."""
         shape, windows = tokens_BND.shape, self.windows
         tokens_BND = tokens_BND.reshape(shape[0] // windows, windows * shape[1], -1)
@@ -121,7 +119,10 @@ def insert_adapters(
             with_cp=config.with_cp,
         )
         mlp.register_forward_hook(site.adapter.add_to)
-        dense, own = (_count(module) for module in (mlp, site.adapter))
+        dense, own = (
+            sum(p.numel() for p in module.parameters())
+            for module in (mlp, site.adapter)
+        )
         rows.append(
             f"{site.adapter.name}: {type(mlp).__name__} ({dense:,} parameters), "
             f"beside it {layer.num_experts} experts ({own:,})"
@@ -149,6 +150,11 @@ def _check(config: MoEConfig) -> None:
                 f"moe.{name} changes the FFNs of mmdet's detectors and is not "
                 "available in a MoETransformersDetector; leave it out."
             )
+    if any(loss.get("tokens") == "foreground" for loss in config.losses):
+        raise ConfigError(
+            "moe.losses: tokens='foreground' needs reference points, which a "
+            "MoETransformersDetector does not report; leave tokens out."
+        )
     if config.layers.backbone is not None:
         raise ConfigError(
             "moe.layers.backbone: a MoETransformersDetector takes experts in the "
@@ -169,7 +175,3 @@ def _check(config: MoEConfig) -> None:
             "MoETransformersDetector, whose own FFN it is, got "
             f"{None if shared is None else dict(shared)}."
         )
-
-
-def _count(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())

@@ -158,8 +158,7 @@ class _LastHead(nn.ModuleList):
         self.add_module(str(len(heads) - 1), heads[-1])
 
     def __getitem__(self, index: Any) -> Any:
-        (head,) = self.children()
-        return head
+        return next(self.children())
 
 
 class WindowedBackbone:

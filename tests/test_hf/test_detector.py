@@ -409,6 +409,7 @@ def test_a_wrong_config_is_named(build_hf, changes, error):
     [
         (dict(experts=dict(type="FFNExperts")), "'FFNExperts', copies of mmdet's"),
         (dict(layers=dict(decoder=[0, 0])), "layers.decoder: 0 is listed twice"),
+        (dict(losses=[dict(tokens="foreground")]), "needs reference points"),
         (dict(shared_expert=None), "shared_expert must be"),
         (dict(layers=dict(encoder=[1])), "encoder has 1 layers"),
         (dict(layers=dict(backbone=[1])), "in the encoder and decoder"),
