@@ -1,7 +1,5 @@
 """None"""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The toy mixture: true boxes, promised traits, and generation as a whole."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections import Counter

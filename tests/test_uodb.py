@@ -1,7 +1,5 @@
 """The configs of UODB on stand-ins: what they are made of, and a step of each."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Label spaces: by mode, by rename, and by a file that a person wrote."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """A mixture of datasets: labels, identities, pipelines, seeds and faults."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Resuming in the middle of an epoch, with as many processes or others."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``moe.expert_parallel`` in detectors and runners, with real processes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The table, the numbers and the picture that a run ends with."""
 
-from __future__ import annotations
-
 import io
 import json
 from types import SimpleNamespace

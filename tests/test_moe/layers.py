@@ -1,7 +1,5 @@
 """All kinds of layers for property tests; a new gate or router joins by a row."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Arguments that cannot work are rejected by an error with field and value."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """torch.compile of the whole layer: one graph for every gate, and what eager gives."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,7 +1,5 @@
 """Experts: FFNs, adapters added to a shared FFN, and parts of a dense FFN."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tokens kept to the experts of one group: by labels, by a vote, by nobody."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of damex.moe.grouped."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from packaging.version import Version

@@ -1,7 +1,5 @@
 """Property tests of damex.moe.layer."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

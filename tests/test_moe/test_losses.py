@@ -1,7 +1,5 @@
 """Tests of damex.moe.losses, and of autocast with the losses of channels."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Metrics of routing, and tallies of what routers chose."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Tests of damex.moe.optim."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """Tests of damex.papers.patches."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional

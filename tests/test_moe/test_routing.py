@@ -1,7 +1,5 @@
 """Tests of damex.moe.routing."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

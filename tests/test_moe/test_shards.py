@@ -1,7 +1,5 @@
 """Experts spread over processes answer and learn as those of a single process do."""
 
-from __future__ import annotations
-
 import copy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests of damex.papers.dense_gates."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

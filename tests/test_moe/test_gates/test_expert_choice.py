@@ -1,7 +1,5 @@
 """Tests of damex.papers.expert_choice."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Tests of damex.moe.gates."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
