@@ -25,7 +25,13 @@ from damex.models.starts import (
     shared_hidden_dims,
     split_hidden_dims,
 )
-from damex.moe import LoadBalanceLoss, MoELayer, TopKGate
+from damex.moe import (
+    HierarchicalRouter,
+    LoadBalanceLoss,
+    MoELayer,
+    RouterZLoss,
+    TopKGate,
+)
 
 # The modules of source papers register what only they need: functions that insert other
 # experts than FFNs, and builders of what a field of `moe` asks for.
@@ -252,6 +258,12 @@ def layer_notes(moe: MoELayer) -> Iterator[str]:
                 f"{type(moe.gate).__name__} gives each expert the same load: the loss "
                 "is always 1; remove it."
             )
+    scales_logits = any(isinstance(loss, RouterZLoss) for loss in moe.losses)
+    if scales_logits and isinstance(moe.router, HierarchicalRouter):
+        yield (
+            "moe.losses: RouterZLoss cannot teach anything here, as HierarchicalRouter "
+            "gives log probabilities: the loss is always 0; remove it."
+        )
     choice = moe.group_choice
     if choice.oracle:
         yield (

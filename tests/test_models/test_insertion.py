@@ -109,29 +109,35 @@ def insert(build, moe, num_groups=None):
 
 
 CHOICE = dict(type="ExpertChoiceGate", share=0.25)
+BALANCE = dict(type="LoadBalanceLoss", weight=1.0)
+HIERARCHY = dict(type="HierarchicalRouter", num_groups=3)
+Z_LOSS = dict(type="RouterZLoss", weight=1.0)
 
 
 @pytest.mark.parametrize(
-    ("gate", "tokens", "is_idle"),
+    ("parts", "loss", "idle"),
     [
-        (dict(type="DenseSoftmaxGate"), "all", True),
-        (CHOICE, "all", True),
-        (CHOICE, "foreground", False),
-        (dict(type="TopKGate", k=1), "all", False),
+        (dict(gate=dict(type="DenseSoftmaxGate")), BALANCE, "DenseSoftmaxGate"),
+        (dict(gate=CHOICE), BALANCE, "ExpertChoiceGate"),
+        (dict(gate=CHOICE), dict(BALANCE, tokens="foreground"), None),
+        (dict(gate=dict(type="TopKGate", k=1)), BALANCE, None),
+        (dict(router=HIERARCHY), Z_LOSS, "HierarchicalRouter"),
+        (dict(router=HIERARCHY), BALANCE, None),
+        (dict(), Z_LOSS, None),
     ],
 )
-def test_a_balance_loss_without_a_gradient_is_noted(
-    build, make_batch, run_loss, gate, tokens, is_idle
+def test_a_loss_without_a_gradient_is_noted(
+    build, make_batch, run_loss, parts, loss, idle
 ):
-    losses = [dict(type="LoadBalanceLoss", weight=1.0, tokens=tokens)]
-    moe = dict(layers=dict(encoder=[0]), num_experts=3, gate=gate, losses=losses)
+    moe = dict(layers=dict(encoder=[0]), num_experts=3, losses=[loss], **parts)
     detector = build(moe=moe)
     (block,) = moe_blocks(detector)
-    run_loss(detector, make_batch([0, 1]))["loss_moe_load_balance"].backward()
-    grad = block.moe.router.weight_ED.grad.abs().max().item()
-    assert (grad < 1e-6) == is_idle
-    notes = insert(build, moe).notes
-    assert [gate["type"] in note for note in notes] == [True] * is_idle
+    losses = run_loss(detector, make_batch([0, 1]))
+    (name,) = (one for one in losses if one.startswith("loss_moe_"))
+    losses[name].backward()
+    grads = [one.grad.abs().max().item() for one in block.moe.router.parameters()]
+    assert (max(grads) < 1e-5) == (idle is not None)
+    assert [idle in note for note in insert(build, moe).notes] == [True] * bool(idle)
 
 
 # One FFN 64-256-64: 64*256 + 256 + 256*64 + 64 = 33,088; three and a 64 x 3 router.
