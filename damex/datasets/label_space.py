@@ -355,6 +355,13 @@ class LabelSpace:
         names = self.dataset_classes[dataset_id].values()
         return sorted({self.classes.index(name) for name in names})
 
+    def labels_by_group(self) -> list[list[int]]:
+        """Sorted mixture labels that the datasets of each group annotate."""
+        found: dict[str, set[int]] = {name: set() for name in self.group_names}
+        for number, group in enumerate(self.groups):
+            found[group] |= {*self.valid_labels(number)}
+        return [sorted(labels) for labels in found.values()]
+
     def coverage(self) -> dict[str, list]:
         """Lists ``labels`` (:meth:`valid_labels`) and ``groups`` (index) by dataset."""
         ids = range(len(self.dataset_names))

@@ -13,6 +13,20 @@ from torch import nn
 from damex.errors import ConfigError
 
 
+def _weighted(losses: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """Return losses times their weights; others, such as counts, have none."""
+    weights = dict(
+        ce=getattr(config, "class_loss_coefficient", 1),
+        bbox=config.bbox_loss_coefficient,
+        giou=config.giou_loss_coefficient,
+    )
+    return {
+        name: weights[kind] * value
+        for name, value in losses.items()
+        if (kind := name.split("_")[1]) in weights
+    }
+
+
 class HybridEncoder:
     """RT-DETRv2 and its successors: an encoder of one map, and denoising.
 
@@ -145,9 +159,7 @@ class DeformableEncoder(HybridEncoder):
         """Return 1: sides may have any length, and no cell becomes a query."""
         return [1]
 
-    def weighted(self, losses: Mapping[str, Any], config: Any) -> dict[str, Any]:
-        """Return weighted losses; Transformers leaves the weights out."""
-        return _weighted(losses, config)
+    weighted = staticmethod(_weighted)
 
 
 class _LastHead(nn.ModuleList):
@@ -205,9 +217,7 @@ class WindowedBackbone:
         """Return the first group of queries."""
         return slice(config.num_queries)
 
-    def weighted(self, losses: Mapping[str, Any], config: Any) -> dict[str, Any]:
-        """Return weighted losses; Transformers leaves the weights out."""
-        return _weighted(losses, config)
+    weighted = staticmethod(_weighted)
 
     def activation(self, config: Any, part: str) -> str:
         """Return that of the backbone for the encoder."""
@@ -229,20 +239,6 @@ class WindowedBackbone:
         """Return how many blocks each feature map has behind it."""
         config = model.config.backbone_config
         return [number % len(config.stage_names) for number in config.out_indices]
-
-
-def _weighted(losses: Mapping[str, Any], config: Any) -> dict[str, Any]:
-    """Return losses times their weights; others, such as counts, have none."""
-    weights = dict(
-        ce=getattr(config, "class_loss_coefficient", 1),
-        bbox=config.bbox_loss_coefficient,
-        giou=config.giou_loss_coefficient,
-    )
-    return {
-        name: weights[kind] * value
-        for name, value in losses.items()
-        if (kind := name.split("_")[1]) in weights
-    }
 
 
 def _block_units(config: Any) -> int:

@@ -313,12 +313,11 @@ class Predictor:
             for whole, one in zip(wholes, batch, strict=True):
                 image = as_rgb(one["pixels"]) if keep_images else None
                 chosen, sample = choice, whole
-                if choice.labels is None:
+                if choice.labels is None:  # as the image was found to be
                     chosen = self._of_group(whole.predicted_group)
                     side = self._side(tile, chosen)
-                if side is None:
-                    chosen = choice
-                else:
+                    sample.pred_instances = whole.dataset_instances
+                if side is not None:
                     sample = self._through_windows(one, chosen, side, batch_size)
                     if whole is not None:  # it tells the dataset, not a window
                         posterior = whole.metainfo.get("group_posterior", ())
@@ -350,7 +349,7 @@ class Predictor:
         if dataset == "auto" and not self.can_tell:
             dataset = "all" if len(self.datasets) > 1 else next(iter(self.datasets))
         if dataset == "auto":
-            return _Choice(dict(labels_by_group=labels_by_group(space)), None)
+            return _Choice(dict(labels_by_group=space.labels_by_group()), None)
         if dataset == "all":
             groups = [every] * len(space.group_names)
             several: dict[str, Any] = dict(labels_by_group=groups)
@@ -363,7 +362,7 @@ class Predictor:
     def _of_group(self, group: int) -> _Choice:
         """The choice of a dataset group that an image was found to be of."""
         space, tile = self._stored.space, self.tile_of(self._members(group))
-        labels, name = labels_by_group(space)[group], space.group_names[group]
+        labels, name = space.labels_by_group()[group], space.group_names[group]
         return _Choice(dict(group_id=group), labels, name, tile)
 
     def _members(self, group: int) -> list[str]:
@@ -410,11 +409,7 @@ class Predictor:
         space = self._stored.space
         posterior = sample.metainfo.get("group_posterior", ())
         probabilities = dict(zip(space.group_names, posterior, strict=False))
-        dataset, found = choice.dataset, sample.pred_instances
-        if choice.labels is None:
-            dataset = space.group_names[sample.predicted_group]
-            found = sample.dataset_instances
-        allowed = choice.labels or sample.annotated_labels
+        found, allowed = sample.pred_instances, choice.labels or []
         labels, scores = found.labels.cpu().numpy(), found.scores.cpu().numpy()
         height, width = sample.ori_shape[:2]
         # mmdet's heads end boxes at the padded canvas.
@@ -433,16 +428,8 @@ class Predictor:
             scores=scores[keep],
             labels=labels[keep],
             names=tuple(space.classes[label] for label in labels[keep]),
-            dataset=dataset,
+            dataset=choice.dataset,
             probabilities=probabilities,
             frame=sample.img_id if path is not None and is_video(path) else None,
             image=image,
         )
-
-
-def labels_by_group(space: LabelSpace) -> list[list[int]]:
-    """For each dataset group the labels of its datasets."""
-    found: dict[str, set[int]] = {name: set() for name in space.group_names}
-    for number, group in enumerate(space.groups):
-        found[group] |= {*space.valid_labels(number)}
-    return [sorted(labels) for labels in found.values()]

@@ -162,13 +162,12 @@ def _build_gate(config: MoEConfig, num_experts: int) -> Any:
     fine = config.fine_grained
     settings = {**({} if fine is None else fine.gate), **config.gate}
     gate = build_module(settings, "gate", offer=dict(num_experts=num_experts))
-    for name in ("k", "end_k"):
-        k = getattr(gate, name, None)
-        if k is not None and k > num_experts:
-            raise ConfigError(
-                f"moe.gate.{name} is {k}, but there are {num_experts} experts; set "
-                f"{name} to {num_experts} or less."
-            )
+    k = getattr(gate, "k", None) or 0
+    if k > num_experts:
+        raise ConfigError(
+            f"moe.gate.k is {k}, but there are {num_experts} experts; set k to "
+            f"{num_experts} or less."
+        )
     return gate
 
 

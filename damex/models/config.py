@@ -218,7 +218,6 @@ class ChannelConfig:
         aux_weight: Factor of the loss on the embedding.
         aux_target: What the embedding predicts: 'classes' in the image, or 'datasets'.
         frozen: Keep the gates of stage 1 without losses (the paper's stage 2).
-        skip_closed: Skip the computation of closed channels in evaluation.
     """
 
     embedding: Annotated[Module, _module("ShallowEmbedding")]
@@ -227,7 +226,6 @@ class ChannelConfig:
     aux_weight: Annotated[float, NON_NEGATIVE] = 1.0
     aux_target: Annotated[str, one_of("classes", "datasets")] = "classes"
     frozen: Annotated[bool, FLAG] = False
-    skip_closed: Annotated[bool, FLAG] = True
 
 
 @dataclass(frozen=True, kw_only=True)

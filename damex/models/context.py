@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from damex.errors import ConfigError
-from damex.models.queries import GroundTruth
 from damex.moe import Packing, RoutingRecord
 
 
@@ -27,7 +26,8 @@ class RoutingContext:
     Attributes:
         group_ids_B: Dataset group of each image, -1 where unknown; None at inference
             (except with ``moe.oracle``).
-        ground_truth: Boxes of the batch; None unless a loss needs the foreground.
+        boxes: Those of each image, x1 y1 x2 y2 relative to its size; None unless a loss
+            needs the foreground.
         valid_ratio_B2: (height, width) of each image as a share of the padded input;
             None if no image is padded.
         gates: Gates of all layers, if channels are gated (see `damex.papers.channels`).
@@ -44,7 +44,7 @@ class RoutingContext:
     def _clear(self) -> None:
         self.is_open = False
         self.group_ids_B: Tensor | None = None
-        self.ground_truth: GroundTruth | None = None
+        self.boxes: Sequence[Tensor] | None = None
         self.valid_ratio_B2: Tensor | None = None
         self.gates: Any = None
         self.packing: Packing | None = None
@@ -57,7 +57,7 @@ class RoutingContext:
         self,
         group_ids_B: Tensor | None = None,
         *,
-        ground_truth: GroundTruth | None = None,
+        boxes: Sequence[Tensor] | None = None,
         valid_ratio_B2: Tensor | None = None,
         gates: Any = None,
     ) -> Iterator[None]:
@@ -69,7 +69,7 @@ class RoutingContext:
         if self.is_open:
             raise RuntimeError("a routing step is open already; steps do not nest.")
         self.is_open, self.group_ids_B = True, group_ids_B
-        self.ground_truth, self.valid_ratio_B2 = ground_truth, valid_ratio_B2
+        self.boxes, self.valid_ratio_B2 = boxes, valid_ratio_B2
         self.gates = gates
         try:
             yield

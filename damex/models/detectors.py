@@ -39,9 +39,9 @@ from damex.models.insertion import (
 from damex.models.outputs import add_dataset_instances, attach_routing, routing_losses
 from damex.models.queries import (
     batches_of_one_shape,
+    boxes_of,
     check_cells,
     encoder_foreground,
-    ground_truth_of,
     ids_of,
     query_foreground,
     real_query_mask,
@@ -207,12 +207,12 @@ class RoutedDetector(_Detector):
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Compute the detector's losses and ``loss_moe_*``, means over MoE layers."""
         groups = ids_of(batch_data_samples, "group_id", batch_inputs.device)
-        truth = None
+        boxes = None
         if self.training and self.upcycling is not None:
             self.upcycling.check_begun()
         if self.training and counts_foreground(moe_blocks(self)):
-            truth = ground_truth_of(batch_data_samples)
-        known: Any = dict(group_ids_B=groups, ground_truth=truth)
+            boxes = boxes_of(batch_data_samples)
+        known: Any = dict(group_ids_B=groups, boxes=boxes)
         with self._step(batch_inputs, batch_data_samples, learns=True, **known):
             losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
@@ -322,9 +322,11 @@ class RoutedDetector(_Detector):
         self, feat: Tensor, feat_mask: Tensor | None, **kwargs: Any
     ) -> dict:
         """Run the encoder; padded features are not routed."""
-        truth, foreground = self.routing.ground_truth, None
-        if truth is not None:
-            foreground = encoder_foreground(truth, kwargs["spatial_shapes"])
+        boxes, foreground = self.routing.boxes, None
+        if boxes is not None:
+            foreground = encoder_foreground(
+                boxes, kwargs["spatial_shapes"], self.routing.valid_ratio_B2
+            )
         with self.routing.component(
             None if feat_mask is None else ~feat_mask, foreground
         ):
@@ -346,10 +348,10 @@ class RoutedDetector(_Detector):
     ) -> dict:
         """Run the decoder; fillers are not routed, auxiliary queries not counted."""
         count = kwargs["query"].shape[1] - num_auxiliary
-        truth, foreground = self.routing.ground_truth, None
-        if truth is not None:
+        boxes, foreground = self.routing.boxes, None
+        if boxes is not None:
             points = kwargs["reference_points"][:, :count]
-            foreground = query_foreground(truth, points)
+            foreground = query_foreground(boxes, points)
         if query_mask is not None:
             query_mask = query_mask[:, :count]
         with self.routing.component(

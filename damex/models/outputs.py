@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from damex.moe import RoutingRecord, dropped_counts, routing_hits, top1_expert
+from damex.moe.metrics import count_pairs
 
 
 def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
@@ -42,13 +43,10 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
 
 def count_tokens_BE(record: RoutingRecord) -> Tensor:
     """Count the tokens of each image by their first expert."""
-    num_images, num_experts = record.packing.num_images, record.num_experts
-    expert_V = top1_expert(record)
-    image_V = record.packing.spread(torch.arange(num_images, device=expert_V.device))
-    routed_V = expert_V < num_experts
-    cells = image_V[routed_V] * num_experts + expert_V[routed_V]
-    counts = torch.bincount(cells, minlength=num_images * num_experts)
-    return counts.view(num_images, num_experts)
+    packing, expert_V = record.packing, top1_expert(record)
+    image_V = packing.spread(torch.arange(packing.num_images, device=expert_V.device))
+    size = (packing.num_images, record.num_experts + 1)  # the last: without an expert
+    return count_pairs(image_V, expert_V, size)[:, :-1]
 
 
 def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,30 +108,12 @@ def check_cells(cells: int, num_queries: int) -> None:
         )
 
 
-@dataclass(frozen=True)
-class GroundTruth:
-    """The boxes of a batch.
-
-    Attributes:
-        boxes: For each image (boxes, 4), x1 y1 x2 y2 relative to the image's size.
-        valid_ratio_B2: Width and height of each image relative to the padded batch.
-    """
-
-    boxes: tuple[Tensor, ...]
-    valid_ratio_B2: Tensor
-
-
-def ground_truth_of(batch_data_samples: Sequence[Any]) -> GroundTruth:
-    """Read the boxes of mmdet's data samples."""
-    boxes, ratios = [], []
-    for sample in batch_data_samples:
-        boxes.append(relative_boxes(sample.gt_instances.bboxes, sample.img_shape))
-        height, width = sample.img_shape[:2]
-        batch_height, batch_width = sample.batch_input_shape
-        ratios.append(
-            boxes[-1].new_tensor([width / batch_width, height / batch_height])
-        )
-    return GroundTruth(tuple(boxes), torch.stack(ratios))
+def boxes_of(batch_data_samples: Sequence[Any]) -> list[Tensor]:
+    """Return each image's boxes (G, 4), x1 y1 x2 y2 relative to the image's size."""
+    return [
+        relative_boxes(sample.gt_instances.bboxes, sample.img_shape)
+        for sample in batch_data_samples
+    ]
 
 
 def relative_boxes(boxes_N4: Any, image_shape: Sequence[int]) -> Tensor:
@@ -142,34 +123,38 @@ def relative_boxes(boxes_N4: Any, image_shape: Sequence[int]) -> Tensor:
     return pixels_N4 / pixels_N4.new_tensor([width, height, width, height])
 
 
-def encoder_foreground(truth: GroundTruth, spatial_shapes_L2: Tensor) -> Tensor:
+def encoder_foreground(
+    boxes: Sequence[Tensor], spatial_shapes_L2: Tensor, valid_ratio_B2: Tensor | None
+) -> Tensor:
     """Return a mask (B, N) of feature cells whose centre is on an object.
 
     ``spatial_shapes_L2`` is height and width of each level, over the padded batch;
     cells are ordered by level, then by row. Padded cells are background.
     """
-    levels, device = [], truth.valid_ratio_B2.device
+    levels, device = [], spatial_shapes_L2.device
     for height, width in spatial_shapes_L2.tolist():
         y_H = (torch.arange(height, device=device) + 0.5) / height
         x_W = (torch.arange(width, device=device) + 0.5) / width
         grid_y, grid_x = torch.meshgrid(y_H, x_W, indexing="ij")
         levels.append(torch.stack([grid_x, grid_y], dim=-1).flatten(0, 1))
-    centres_N2 = torch.cat(levels)
-    return _on_object(truth, centres_N2 / truth.valid_ratio_B2.unsqueeze(1))
+    centres_BN2 = torch.cat(levels).expand(len(boxes), -1, -1)
+    if valid_ratio_B2 is not None:  # height and width
+        centres_BN2 = centres_BN2 / valid_ratio_B2.flip(1).to(centres_BN2)[:, None]
+    return _on_object(boxes, centres_BN2)
 
 
-def query_foreground(truth: GroundTruth, reference_points_BN: Tensor) -> Tensor:
+def query_foreground(boxes: Sequence[Tensor], reference_points_BN: Tensor) -> Tensor:
     """Return a mask (B, N) of decoder queries whose reference is centred on an object.
 
     References are relative to the image: centres (B, N, 2) or boxes as centre and size
     (B, N, 4). Denoising queries follow the same rule.
     """
-    return _on_object(truth, reference_points_BN[..., :2].detach())
+    return _on_object(boxes, reference_points_BN[..., :2].detach())
 
 
-def _on_object(truth: GroundTruth, points_BN2: Tensor) -> Tensor:
+def _on_object(boxes: Sequence[Tensor], points_BN2: Tensor) -> Tensor:
     masks = []
-    for boxes_G4, points_N2 in zip(truth.boxes, points_BN2, strict=True):
+    for boxes_G4, points_N2 in zip(boxes, points_BN2, strict=True):
         points_N12 = points_N2.unsqueeze(1)
         inside_NG = (points_N12 >= boxes_G4[:, :2]) & (points_N12 < boxes_G4[:, 2:])
         masks.append(inside_NG.all(dim=-1).any(dim=-1))

@@ -39,15 +39,14 @@ class GatedFFNBlock(nn.Module):
     """An ``FFN`` with gated hidden channels; all tokens of an image share its gates.
 
     Takes over the layers under their names, so it loads an ``FFN``'s weights.
-    ``skip_closed`` skips closed channels in evaluation.
 
     Raises:
         ConfigError: If the activation does not map zero to zero.
     """
 
-    def __init__(
-        self, ffn: FFN, *, name: str, context: RoutingContext, skip_closed: bool = True
-    ) -> None:
+    skip_closed = True  # in evaluation
+
+    def __init__(self, ffn: FFN, *, name: str, context: RoutingContext) -> None:
         super().__init__()
         _check_activation(ffn.layers[0][1], f"moe.layers: {name}")
         # Under mmcv's names, for checkpoints.
@@ -56,7 +55,6 @@ class GatedFFNBlock(nn.Module):
         self.gamma2 = ffn.gamma2
         self.name = name
         self.context = context
-        self.skip_closed = skip_closed
 
     @property
     def channels(self) -> dict[str, int]:
@@ -87,28 +85,21 @@ class GatedResidualBlock(BaseModule):
     """A residual block with gated channels; each image has its own gates.
 
     Takes over the layers under their names, so it loads the weights of mmdet's ResNet.
-    Gates are named ``<name>.conv1`` and so on. ``skip_closed`` skips closed channels in
-    evaluation.
+    Gates are named ``<name>.conv1`` and so on.
 
     Raises:
         ConfigError: If the block is of another kind or cannot be gated.
     """
 
-    def __init__(
-        self,
-        block: Any,
-        *,
-        name: str,
-        context: RoutingContext,
-        skip_closed: bool = True,
-    ) -> None:
+    skip_closed = True  # in evaluation
+
+    def __init__(self, block: Any, *, name: str, context: RoutingContext) -> None:
         _check(block, name)
         super().__init__(block.init_cfg)
         for child, module in block.named_children():
             self.add_module(child, module)
         self.name = name
         self.context = context
-        self.skip_closed = skip_closed
         gated = GATED_CONVS[type(block)]
         self._steps: list[tuple[str, str, bool]] = [
             (f"conv{n}", str(getattr(block, f"norm{n}_name")), is_gated)
@@ -301,18 +292,19 @@ def insert_channels(
     """
     embedding = _build_embedding(detector, settings, num_groups)
     channels: dict[str, int] = {}
-    mount: dict[str, Any] = dict(context=context, skip_closed=settings.skip_closed)
     for component, chosen in layers.chosen.items():
         if component == "backbone":
             for stage, layer in chosen_stages(detector, chosen):
                 blocks = getattr(detector.backbone, layer)
                 for number, block in enumerate(blocks):
                     name = f"backbone.{stage}.{number}"
-                    blocks[number] = GatedResidualBlock(block, name=name, **mount)
+                    blocks[number] = GatedResidualBlock(
+                        block, name=name, context=context
+                    )
                     channels.update(blocks[number].channels)
             continue
         for name, layer in chosen_layers(detector, component, chosen):
-            layer.ffn = GatedFFNBlock(layer.ffn, name=name, **mount)
+            layer.ffn = GatedFFNBlock(layer.ffn, name=name, context=context)
             channels.update(layer.ffn.channels)
     try:
         path = GatingPath(embedding, channels, init=settings.gate_init)

@@ -31,10 +31,6 @@ class DenseToSparseGate(Gate):
         start_temperature: tau at p = 0, above 0.
         end_temperature: tau at p = 1, above 0.
         threshold: Smallest weight that is computed, in [0, 1); 0.0 keeps all routes.
-        end_k: Most experts of a token at p = 1; None for no limit. It falls from E in
-            equal steps, and stays for the last 1 / (E - end_k + 1) of the training and
-            in evaluation. With `threshold=0.0` every token then has exactly `end_k`
-            routes.
     """
 
     progress: Tensor
@@ -45,7 +41,6 @@ class DenseToSparseGate(Gate):
         start_temperature: float = 2.0,
         end_temperature: float = 0.1,
         threshold: float = 0.01,
-        end_k: int | None = None,
     ) -> None:
         super().__init__()
         check_number(
@@ -55,22 +50,16 @@ class DenseToSparseGate(Gate):
             end_temperature=end_temperature,
         )
         check_number("DenseToSparseGate", "in [0, 1)", threshold=threshold)
-        if end_k is not None and (type(end_k) is not int or end_k < 1):
-            raise ValueError(
-                "DenseToSparseGate: end_k must be an integer of 1 or more, or None, "
-                f"got {end_k!r}"
-            )
         self.start_temperature = start_temperature
         self.end_temperature = end_temperature
         self.threshold = threshold
-        self.end_k = end_k
         self.register_buffer("progress", torch.zeros(()))
-        self._has_progress = start_temperature == end_temperature and end_k is None
+        self._has_progress = start_temperature == end_temperature
 
     @property
     def has_fixed_routes(self) -> bool:
         """Whether all routes are kept, so that every token gets all experts."""
-        return self.threshold == 0.0 and self.end_k is None
+        return self.threshold == 0.0
 
     @property
     def temperature(self) -> Tensor:
@@ -79,32 +68,17 @@ class DenseToSparseGate(Gate):
         # Section 3.1 of Nguyen et al.: uniform as tau -> inf, one-hot as tau -> 0.
         return start * (end / start) ** self.progress
 
-    def limit(self, num_experts: int) -> Tensor:
-        """Return the most experts of a token at the current progress, a scalar.
-
-        Raises ValueError if there are fewer than `end_k` experts.
-        """
-        end = num_experts if self.end_k is None else self.end_k
-        if end > num_experts:
-            raise ValueError(
-                f"DenseToSparseGate: end_k={end} experts per token asked for, but "
-                f"there are only {num_experts} experts; lower end_k or raise "
-                "num_experts"
-            )
-        dropped = torch.floor(self.progress * (num_experts - end + 1))
-        return (num_experts - dropped).clamp_min(end)
-
     def check_group_choice(self, choice: GroupChoice, *, smallest: int) -> None:
         """Reject settings that keep all routes."""
         if self.has_fixed_routes:
             raise ValueError(
-                "DenseToSparseGate: threshold=0.0 without end_k routes each token to "
-                f"all experts, but {' and '.join(choice.options)} keeps it to those of "
-                "one group; set threshold=0.01"
+                "DenseToSparseGate: threshold=0.0 routes each token to all experts, "
+                f"but {' and '.join(choice.options)} keeps it to those of one group; "
+                "set threshold=0.01"
             )
 
     def begin_step(self, progress: float | None) -> None:
-        """Set temperature and limit by the progress p; None leaves them unchanged."""
+        """Set the temperature by the progress p; None leaves it unchanged."""
         if progress is None:
             return
         check_number("DenseToSparseGate", "in [0, 1]", progress=progress)
@@ -137,10 +111,8 @@ class DenseToSparseGate(Gate):
             keep_VE = keep_VE & allowed_VE
             logits_VE = restrict(logits_VE, allowed_VE)
         # By logits, as equal weights may hide a difference.
-        order_VE = torch.sort(logits_VE, dim=-1, descending=True, stable=True)[1]
-        rank_VE = torch.argsort(order_VE, dim=-1)
-        keep_VE = (keep_VE | (rank_VE == 0)) & (rank_VE < self.limit(num_experts))
-        token_R, expert_R = keep_VE.nonzero(as_tuple=True)
+        best_V1 = torch.sort(logits_VE, dim=-1, descending=True, stable=True)[1][:, :1]
+        token_R, expert_R = keep_VE.scatter(1, best_V1, True).nonzero(as_tuple=True)
         return Assignment.from_pairs(
             token_R,
             expert_R,

@@ -20,7 +20,6 @@ from damex.__main__ import main
 from damex.errors import ConfigError
 from damex.inference import Predictor
 from damex.inference.media import Inputs
-from damex.inference.predictor import labels_by_group
 from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.export import onnx_graph
 from damex.workbench.export.dense_experts import voted_detector
@@ -214,7 +213,7 @@ KINDS = {
 def mixture_graph(checkpoint, kind=DetectorGraph):
     """The graph of a whole mixture, and the detector that it was made of."""
     stored = DetectorCheckpoint.read(str(checkpoint))
-    labels = labels_by_group(stored.space)
+    labels = stored.space.labels_by_group()
     detector, votes = voted_detector(stored.build(), labels, stored.path)
     return kind(detector, stored.pipeline, votes).eval(), stored.build()
 

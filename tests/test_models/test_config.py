@@ -19,7 +19,6 @@ MISTAKES = [
     (dict(gate=dict(k=5)), "moe.gate.k is 5, but there are 4 .*set k to 4 or less"),
     (dict(gate=CHOICE), "moe.gate is .* decoder.0, .*set moe.layers=dict.encoder='ev"),
     (dict(gate=dict(capacity=dict(factor=1.2))), "gate.capacity.*'None'.*ExpertCapac"),
-    (dict(gate=dict(type="DenseToSparseGate", end_k=9)), "end_k is 9, .*4 or less"),
     (dict(router=dict(type="LinearRoutr")), "moe.router .*'LinearRouter'"),
     (dict(experts=dict(num_experts=2)), "router scores 4 .*there are 2.*both the same"),
     (

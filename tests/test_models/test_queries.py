@@ -10,8 +10,8 @@ from torch.nn import functional
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.models.queries import (
+    boxes_of,
     encoder_foreground,
-    ground_truth_of,
     ids_of,
     image_mask_of,
     query_foreground,
@@ -67,26 +67,21 @@ MOE = dict(
 )
 
 
-def sample(boxes, *, image, batch):
-    instances = InstanceData(bboxes=torch.tensor(boxes).view(-1, 4))
-    return SimpleNamespace(
-        gt_instances=instances, img_shape=image, batch_input_shape=batch
-    )
-
-
 @pytest.fixture
-def truth():
-    """A batch of 64 x 128 (height x width): one full image, and one 32 high."""
-    return ground_truth_of(
-        [
-            sample([[0.0, 16.0, 64.0, 32.0]], image=(64, 128), batch=(64, 128)),
-            sample([[88.0, 0.0, 128.0, 32.0]], image=(32, 128), batch=(64, 128)),
-        ]
+def boxes():
+    """Those of a batch of 64 x 128 (height x width): a full image, and one 32 high."""
+    sizes = {(64, 128): [0.0, 16.0, 64.0, 32.0], (32, 128): [88.0, 0.0, 128.0, 32.0]}
+    return boxes_of(
+        SimpleNamespace(
+            gt_instances=InstanceData(bboxes=torch.tensor([box])), img_shape=size
+        )
+        for size, box in sizes.items()
     )
 
 
-def test_feature_cells_by_their_centres(truth):
-    masks = encoder_foreground(truth, torch.tensor([[4, 8], [1, 2]]))
+def test_feature_cells_by_their_centres(boxes):
+    ratio = torch.tensor([[1.0, 1.0], [0.5, 1.0]], dtype=torch.float64)
+    masks = encoder_foreground(boxes, torch.tensor([[4, 8], [1, 2]]), ratio)
     # Centres in pixels: 8, 24, ... 120; coarse level: y = 32, x = 32 and 96.
     none = [0] * 8
     first = [none, [1, 1, 1, 1, 0, 0, 0, 0], none, none]
@@ -98,11 +93,11 @@ def test_feature_cells_by_their_centres(truth):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_queries_by_the_centre_of_their_reference(truth, size):
+def test_queries_by_the_centre_of_their_reference(boxes, size):
     # The same share of the image is another pixel in the second, which is half as high.
     points = torch.tensor([[0.25, 0.3], [0.7, 0.9], [0.5, 0.3], [0.6875, 0.0]])
     references = torch.cat([points, torch.full((4, 2), 0.9)], dim=1)[:, :size]
-    masks = query_foreground(truth, references.expand(2, 4, size))
+    masks = query_foreground(boxes, references.expand(2, 4, size))
     assert masks.int().tolist() == [[1, 0, 0, 0], [0, 1, 0, 1]]
 
 
@@ -160,7 +155,7 @@ def test_nothing_is_left_over_and_nothing_kept_where_no_loss_asks(
 ):
     detector = build(moe=MOE)
     run_loss(detector, make_batch([0, 1]))
-    assert detector.routing.ground_truth is None
+    assert detector.routing.boxes is None
     assert detector.routing.foreground_BN is None
     run_loss(build(), make_batch([0, 1]))
     assert records["decoder.0"].foreground_V is None
@@ -275,11 +270,8 @@ def test_autocast_trains_where_objects_outnumber_queries(
 
 
 def test_the_share_of_height_and_of_width_that_is_image():
-    samples = [
-        sample([], image=size, batch=(96, 160)) for size in ((96, 160), (48, 40))
-    ]
-    for one in samples:
-        one.metainfo = dict(img_shape=one.img_shape)
+    shapes = [dict(img_shape=(96, 160)), dict(img_shape=(48, 40))]
+    samples = [SimpleNamespace(metainfo=shape, **shape) for shape in shapes]
     images = torch.zeros(2, 3, 96, 160)
     assert valid_ratio_of(images, samples).tolist() == [[1.0, 1.0], [0.5, 0.25]]
     mask_BHW = image_mask_of(images, samples)

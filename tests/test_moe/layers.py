@@ -60,7 +60,6 @@ GATES = {
     "top2 balanced": lambda: biased(TopKGate(2, balance=BiasBalancer(E))),
     "dense": DenseSoftmaxGate,
     "dense to sparse": lambda: begun(DenseToSparseGate(threshold=0.2), 0.5),
-    "dense to top2": lambda: begun(DenseToSparseGate(threshold=0.0, end_k=2), 1.0),
     "expert choice": lambda: ExpertChoiceGate(num_tokens=3),
     "expert choice all": lambda: ExpertChoiceGate(share=0.4, weights="all"),
 }

@@ -27,7 +27,6 @@ from damex.moe import (
 )
 from damex.moe.grouped import grouped_linear
 from damex.papers.channels import GatingPath, ShallowEmbedding, gate_l1, presence_loss
-from damex.papers.dense_gates import DenseToSparseGate
 from damex.papers.expert_choice import ExpertChoiceGate
 from damex.papers.patches import PatchConvExperts, route_patches
 from tests.test_moe.layers import D, make_layer
@@ -75,8 +74,6 @@ CASES = [
     (lambda: TopKGate(3)(torch.zeros(1, 2)), "k=3 experts .* only 2 experts"),
     (lambda: TopKGate(noise_scale=1.0), "no effect without noise"),
     (lambda: BiasBalancer(2)(torch.zeros(1, 3)), "for 2 experts, .* router scores 3"),
-    (lambda: DenseToSparseGate(end_k=0), "end_k must be .* 1 or more.* 0"),
-    (lambda: DenseToSparseGate(end_k=3).limit(2), "end_k=3 experts .* only 2 experts"),
     (lambda: ExpertChoiceGate(num_tokens=2, share=0.5), "one of .* got 2 and 0.5"),
     (lambda: ExpertChoiceGate(share=1, weights="one", mean_one=True), "mean_one out"),
     (lambda: topk(torch.zeros(3, 1), torch.ones(2, 1)), r"\(3, 1\) and \(2, 1\)"),

@@ -38,7 +38,6 @@ GATES = {
     ),
     "with a capacity": lambda: TopKGate(1, capacity=ExpertCapacity(factor=1.0)),
     "dense to sparse": lambda: begun(DenseToSparseGate(threshold=0.01), 0.2),
-    "dense to top1": lambda: begun(DenseToSparseGate(threshold=0.0, end_k=1), 0.1),
 }
 every_gate = pytest.mark.parametrize("gate", GATES.values(), ids=GATES.keys())
 every_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS.keys())

@@ -26,7 +26,6 @@ from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_write
 from damex.hf.detector import MoETransformersDetector
 from damex.inference.media import Inputs, Picture, detect
-from damex.inference.predictor import labels_by_group
 from damex.inference.stored import DetectorCheckpoint, check_target, millions
 from damex.workbench.export.dense_experts import voted_detector
 from damex.workbench.export.onnx_graph import (
@@ -153,7 +152,7 @@ def _export_onnx(
     library = "Transformers" if is_plain else "mmdet"
     about: dict[str, Any] = dict(damex=__version__)
     if specialist is None:
-        names, labels = space.dataset_names, labels_by_group(space)
+        names, labels = space.dataset_names, space.labels_by_group()
         detector, votes = voted_detector(stored.build(), labels, stored.path)
         reference: Any = stored.build()
         about |= dict(classes=space.classes, datasets=space.group_names)

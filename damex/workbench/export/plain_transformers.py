@@ -25,7 +25,6 @@ from damex.errors import ConfigError
 from damex.hf.detector import TransformersDetector
 from damex.hf.families import plain_config
 from damex.hf.folder import ADAPTERS, Adapters, image_processor, probes, write_folder
-from damex.inference.predictor import labels_by_group
 from damex.inference.stored import DetectorCheckpoint
 from damex.moe import LinearRouter, LowRankExperts
 from damex.workbench.export.dense_experts import (
@@ -134,7 +133,7 @@ def _kept(stored: DetectorCheckpoint) -> dict[str, Any]:
 
 def _adapters(stored: DetectorCheckpoint, detector: Any) -> Adapters:
     """Describe the experts of all layers and datasets, and return their tensors."""
-    space, labels = stored.space, labels_by_group(stored.space)
+    space, labels = stored.space, stored.space.labels_by_group()
     detector, _ = voted_detector(detector, labels, stored.path)
     model, layout = detector.detr, detector.layout
     names = {module: name for name, module in model.named_modules()}

@@ -57,34 +57,6 @@ def test_the_best_expert_is_kept_below_the_threshold():
     assert assignment.expert_index_R.tolist() == [0, 1, 2]
 
 
-def test_training_ends_in_top_k_by_hand():
-    # E = 4 and end_k = 2: thirds of the training with 4, 3 and 2 experts per token
-    gate = at(1.0, end_temperature=0.5, end_k=2)
-    limits = []
-    for progress in (0.0, 0.3, 0.4, 0.6, 0.7, 1.0):
-        gate.begin_step(progress)
-        limits.append(int(gate.limit(4)))
-    assert limits == [4, 4, 3, 3, 2, 2]
-
-
-@pytest.mark.parametrize("end_k", [1, 2, 4])
-def test_at_the_end_every_token_has_its_k_best_experts(end_k):
-    logits = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
-    gate = at(1.0, end_temperature=0.5, end_k=end_k)
-    gate.begin_step(1.0)
-    assignment = gate(logits)
-    order = torch.argsort(assignment.token_index_R, stable=True)
-    chosen = assignment.expert_index_R[order].view(50, end_k)
-    best = logits.topk(end_k).indices.sort(dim=1).values
-    assert torch.equal(chosen.sort(dim=1).values, best)
-    ties = [3] * end_k + [0] * (5 - end_k)
-    assert gate(torch.zeros(3, 5)).counts_E.tolist() == ties
-    # the weights are those without a limit: softmax over all, at half the temperature
-    probs = torch.softmax(logits / 0.5, dim=-1)
-    at_route = probs[assignment.token_index_R, assignment.expert_index_R]
-    torch.testing.assert_close(assignment.weight_R, at_route)
-
-
 def test_a_gate_that_keeps_all_routes_says_how_many_there_are():
     logits = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))
     all_kept = at(0.5)(logits)
