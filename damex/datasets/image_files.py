@@ -21,6 +21,7 @@ from PIL import Image, UnidentifiedImageError
 
 from damex.datasets.findings import RULES, Finding, Location
 from damex.datasets.pixels import ImageHeader, decode, read_header
+from damex.errors import printable
 
 IMAGE_SUFFIXES = frozenset(
     {
@@ -41,17 +42,15 @@ NamedBox = tuple[str, float, float, float, float]
 
 
 def list_files(
-    root: str, folder: str = "", entered: set[str] | None = None
+    root: str, folder: str = "", entered: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     """Relative path, size and time of the visible files below a folder.
 
     Links are followed, and their cycles cut.
     """
-    entered = set() if entered is None else entered
     real = os.path.realpath(f"{root}/{folder}")
     if real in entered:
         return
-    entered.add(real)
     with os.scandir(real) as entries:
         shown = [entry for entry in entries if not entry.name.startswith(".")]
     for entry in shown:
@@ -60,7 +59,7 @@ def list_files(
             stat = entry.stat()
             yield path, (stat.st_size, stat.st_mtime_ns)
         elif entry.is_dir() and entry.name not in _SKIPPED_FOLDERS:
-            yield from list_files(root, path, entered)
+            yield from list_files(root, path, entered | {real})
 
 
 @contextmanager
@@ -222,7 +221,8 @@ def probe_image(path: Path) -> ImageInfo:
         is_plain = isinstance(error, UnidentifiedImageError)
         text = f"{known}cannot be decoded{'' if is_plain else f': {error}'}. {advice}"
         return ImageInfo(("image-unreadable", text))
-    if not cv2.haveImageReader(str(path)):
+    # OpenCV crashes on names that are no text.
+    if printable(str(path)) == str(path) and not cv2.haveImageReader(str(path)):
         kind = found.format
         text = f"is a {kind} file, which OpenCV does not read. Convert it to PNG."
         return ImageInfo(("image-unreadable", text))

@@ -14,7 +14,7 @@ import mmengine.fileio as fileio
 import numpy as np
 from mmcv.transforms import LoadImageFromFile as MMCVLoader
 from mmengine.registry import TRANSFORMS
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from PIL.ImageFile import ImageFile
 from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, TiffImageFile
 
@@ -52,10 +52,25 @@ def read_header(file: Path | BinaryIO) -> ImageHeader:
     try:
         with Image.open(file) as image:
             return _header_of(image)
+    except UnidentifiedImageError:
+        pixels = _unchanged(file)
+        if pixels is None:
+            raise
+        height, width = pixels.shape[:2]
+        return ImageHeader("", (width, height), is_deep=pixels.dtype != np.uint8)
     except OSError:
         raise
     except Exception as error:  # Pillow's readers raise anything
         raise OSError(str(error)) from error
+
+
+def _unchanged(file: Path | BinaryIO) -> np.ndarray | None:
+    """The pixels of a file that Pillow does not know, such as TIFF of floats in RGB."""
+    if not isinstance(file, Path):
+        file.seek(0)
+    raw = file.read_bytes() if isinstance(file, Path) else file.read()
+    encoded = np.frombuffer(raw, np.uint8)
+    return cv2.imdecode(encoded, cv2.IMREAD_UNCHANGED) if len(encoded) else None
 
 
 def _header_of(image: ImageFile) -> ImageHeader:

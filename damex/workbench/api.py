@@ -353,7 +353,8 @@ class Detector:
         """Evaluate on the datasets of the training, or on a folder.
 
         Args:
-            data: Folder of a dataset; by default all datasets of the training.
+            data: Folder of a dataset; by default all datasets of the training. Without
+                splits, ``val`` is the tenth that a training would hold out.
             dataset: The dataset of the training that the folder belongs to: its classes
                 and experts are used. By default the one of the folder's name, or the
                 only one.
@@ -367,13 +368,14 @@ class Detector:
             DataError: If the data cannot be read.
         """
         entries = None
+        if data is None and dataset is not None:
+            raise ConfigError("dataset= is that of a folder; name the folder, too.")
         if data is not None:
             folder = Path(data).expanduser()
             if not folder.is_dir():
                 raise ConfigError(f"{data} is not the folder of a dataset.")
-            name = dataset or folder_name(folder)
-            if dataset is None and len(self.datasets) == 1:
-                name = next(iter(self.datasets))
+            only = next(iter(self.datasets)) if len(self.datasets) == 1 else None
+            name = dataset or only or folder_name(folder)
             if name not in self.datasets:
                 raise ConfigError(
                     f"the detector knows no dataset {name!r}; set dataset= to one of "

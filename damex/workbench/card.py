@@ -327,14 +327,10 @@ def _training(stored: DetectorCheckpoint, run: Run) -> str:
     )
     if "command" not in summary:
         return f"{lines}\n- command: {NOT_GIVEN}"
-    return f"{lines}\n\nCommand:\n\n    {_command(str(summary['command']))}"
-
-
-def _command(text: str) -> str:
-    """The command in a line, without the place where damex is installed."""
-    first, *rest = printable(text).split() or [NOT_GIVEN]
-    is_damex = Path(first).name in ("__main__.py", "damex")
-    return " ".join(["damex" if is_damex else first, *rest])
+    first, *rest = printable(str(summary["command"])).split() or [NOT_GIVEN]
+    if Path(first).name in ("__main__.py", "damex"):
+        first = "damex"  # not the place where it is installed
+    return f"{lines}\n\nCommand:\n\n    {' '.join([first, *rest])}"
 
 
 def _limits(run: Run) -> str:

@@ -82,6 +82,10 @@ def test_a_config_is_checked_with_its_options(dataset, run, tmp_path):
         "check", config, "--quick", "--cfg-options", "model.num_queries=3"
     )
     assert "many-boxes" not in out
+    status, out, _ = run(
+        "check", config, "--quick", "--cfg-options", "mixture.0.tile=16"
+    )
+    assert "many-boxes" not in out  # a window shows some of them
 
 
 @pytest.mark.parametrize("command", ["check", "browse", "labels"])

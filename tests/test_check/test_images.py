@@ -1,6 +1,8 @@
 """What is found about image files agrees with what mmdet loads."""
 
 import io
+import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,6 +44,13 @@ def test_no_error_is_what_the_loader_loads(tmp_path, suffix, orientation, color_
             [look] = probe_images([record], decode=decode)
             levels = {finding.level for finding in check_image(record, look)}
             assert ("error" in levels) == (size != (width, height))
+
+
+def test_a_name_that_is_no_text_is_opened(tmp_path):
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png"))
+    picture(1).save(path)
+    [look] = probe_images([record_of(path, SIZE)], decode=True)
+    assert look.problem is None
 
 
 def test_opening_images_stops_when_time_is_over(tmp_path):

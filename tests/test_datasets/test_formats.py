@@ -10,11 +10,13 @@ import pickle
 import shutil
 import subprocess
 import sys
+import unicodedata
 from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from damex.datasets.coco_records import read_coco
 from damex.datasets.entries import Options, read_folders_once
@@ -316,6 +318,21 @@ def test_hidden_files_and_circles_of_links_are_ignored(folder):
     assert list(Tree(root).files) == ["a/b.jpg"]
 
 
+def test_a_folder_is_listed_under_each_of_its_links(folder):
+    root = folder(["zz/b.jpg"])
+    (root / "train").symlink_to(root / "zz")
+    (root / "val").symlink_to(root / "zz")
+    assert sorted(Tree(root).files) == ["train/b.jpg", "val/b.jpg", "zz/b.jpg"]
+
+
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_accents_may_be_written_in_two_ways(folder, form):
+    stored = unicodedata.normalize(form, "café.jpg")
+    other = unicodedata.normalize("NFD" if form == "NFC" else "NFC", stored)
+    assert other != stored
+    assert Tree(folder([f"a/{stored}"])).locate_image(other) == f"a/{stored}"
+
+
 def test_ambiguous_image_is_not_guessed(folder):
     tree = Tree(folder("one/a.jpg two/a.jpg two/b.jpg"))
     assert tree.locate_image("a.jpg") is None
@@ -356,6 +373,36 @@ def test_share_by_content_never_changes(csv_folder, write_image, read):
         assert copies == names & {f"{i}.png" for i in range(6)}
     # A greater share keeps what it has.
     assert after["val"] <= sides(read(csv_folder, val_share=0.6))["val"]
+
+
+def test_uncompressed_images_with_equal_borders_have_other_shares(tmp_path):
+    pixels = np.zeros((3, 400, 200, 3), np.uint8)  # 64 KB are 109 rows
+    pixels[:, 200] = np.arange(3, dtype=np.uint8)[:, None, None]
+    for number, image in enumerate(pixels):
+        Image.fromarray(image).save(tmp_path / f"{number}.bmp")
+    assert len({content_share(tmp_path / f"{n}.bmp") for n in range(3)}) == 3
+
+
+def test_a_folder_of_test_images_alone_is_read(folder, read):
+    document = write_coco({"a.png": ((40, 20), [("ant", (1, 2, 9, 8))])})
+    found = read(folder("a.png", {"test.json": document["labels.json"]}))
+    assert sides(found) == {"test": {"a.png"}}
+
+
+def test_coco_is_found_among_many_other_files(folder, read):
+    document = write_coco({"a.png": ((40, 20), [("ant", (1, 2, 9, 8))])})
+    others = {f"meta/{number}.json": {"by": number} for number in range(60)}
+    root = folder("a.png", {"labels.json": document["labels.json"], **others})
+    assert sides(read(root, val_share=0.0)) == {"train": {"a.png"}}
+
+
+def test_the_split_of_a_row_tells_equal_names_apart(folder, read):
+    rows = ["filename,class,xmin,ymin,xmax,ymax,split"]
+    rows += [f"0.png,{split},1,2,9,8,{split}" for split in ("train", "val", "val")]
+    root = folder("train/0.png val/0.png", {"a.csv": "\n".join(rows)})
+    found = read(root)
+    assert found.splits.keys() == {"train", "val"}
+    assert found.boxes()["val/0.png"] == [("val", (1.0, 2.0, 9.0, 8.0))]
 
 
 def test_a_small_folder_has_something_to_evaluate_on(folder, read):
@@ -558,7 +605,10 @@ def test_convert_writes_all_files_or_none(csv_folder, tmp_path, capsys, monkeypa
     ("arguments", "fault"),
     [
         (["--out", "{root}/out"], "lies inside of"),
-        (["--out", "{tmp}/full"], "train.json exists and is not overwritten"),
+        (
+            ["--out", "{tmp}/full"],
+            "train.json exists; remove it, or name another --out",
+        ),
         (["--out", "{tmp}/full/train.json"], "train.json cannot be written to"),
         (["--out", "/proc/x"], "/proc/x cannot be written to"),
         (["--out", "{tmp}/out", "--val-share", "2"], "--val-share must be from 0"),

@@ -19,8 +19,11 @@ RAMP = np.tile(np.arange(WIDTH), (HEIGHT, 1))
 SHOWN = np.round(RAMP / (WIDTH - 1) * 255).astype(np.uint8)
 
 
-def encoded(suffix, array):
-    return cv2.imencode(suffix, array)[1].tobytes()
+PLAIN = (cv2.IMWRITE_TIFF_COMPRESSION, 1)  # OpenCV rounds floats of three channels
+
+
+def encoded(suffix, array, *options):
+    return cv2.imencode(suffix, array, options)[1].tobytes()
 
 
 def by_pillow(array, **options):
@@ -48,6 +51,7 @@ DEEP = {
     "signed 16 bits, tif": encoded(".tif", gray(RAMP - 20, np.int16)),
     "int32, tif": by_pillow(gray(100_000 + 1000 * RAMP, np.int32)),
     "float32 of 0 to 1, tif": by_pillow(gray(RAMP / 47, np.float32)),
+    "float32, tif, rgb": encoded(".tif", np.float32(color(RAMP)) / 47, *PLAIN),
     "float64 in Kelvin, tif": encoded(".tif", gray(290 + RAMP / 100, np.float64)),
 }
 

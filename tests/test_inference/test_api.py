@@ -218,6 +218,8 @@ def test_a_folder_is_evaluated_as_the_dataset_of_its_name(
     assert found.datasets["street"]["images"] == 3
     assert found.mean_ap == found.datasets["street"]["ap"]
     assert "street" in str(found)
+    with pytest.raises(ConfigError, match="name the folder, too"):
+        detector.evaluate(dataset="street")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from PIL import Image
 
 from damex.datasets.findings import Finding
 from damex.datasets.spec import SPLITS, parse_mixture
+from damex.errors import printable
 from damex.files import atomic_write, make_folder, write_text
 from damex.inference.drawing import Color, palette
 from damex.progress import Bar
@@ -63,7 +64,7 @@ def browse(
         with atomic_write(folder / f"{name}.png") as part:
             contact_sheet(view.title, tiles[view.title]).save(part)
     page = render(f"Data of {Path(config).stem}", views, tiles, colors, notes)
-    write_text(folder / "index.html", page)
+    write_text(folder / "index.html", printable(page))
     print(f"{folder / 'index.html'}: {len(views)} splits, with a contact sheet each.")
 
 

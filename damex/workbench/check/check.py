@@ -49,7 +49,7 @@ MAX_LOGGED = 200
 
 
 def check(
-    config: str | None,
+    data: Sequence[str],
     *,
     cfg_options: Sequence[str],
     coco: str | None,
@@ -58,11 +58,11 @@ def check(
     quick: bool,
     examples: int,
 ) -> int:
-    """Check the datasets of a config, or one COCO file; return 1 if it has an error."""
-    if (config is None) == (coco is None):
+    """Check the datasets of a config or folders, or a COCO file; 1 if it has errors."""
+    if bool(data) == (coco is not None):
         raise ConfigError(
-            "check takes a config or the folder of a dataset, or --coco FILE --images "
-            "DIR; see --help."
+            "check takes a config or folders of datasets, or --coco FILE --images DIR; "
+            "see --help."
         )
     if (coco is None) != (images is None):
         raise ConfigError("--coco FILE and --images DIR belong together; see --help.")
@@ -70,10 +70,10 @@ def check(
         check_file(Path(json))  # before the work
     started = time.monotonic()
     with Bar() as progress:
-        if config is None:
+        if not data:
             found = _check_coco_file(str(coco), str(images), quick, progress)
         else:
-            cfg = mixture_config_of(config, cfg_options)
+            cfg = mixture_config_of(data, cfg_options)
             found = check_config(cfg, quick=quick, progress=progress)
     _print_report(found.findings, examples)
     scope = "without decoding images" if quick else "images decoded and compared"
@@ -166,10 +166,8 @@ class Inspection:
                     continue
                 self.add_document(document, location, expected, source.images)
             if (boxes := self.boxes_of[location]) is not None:
-                whole = counts.setdefault(
-                    location.split, ClassCounts(location, Counter())
-                )
-                whole.boxes.update(boxes)
+                whole = ClassCounts(location, Counter())
+                counts.setdefault(location.split, whole).boxes.update(boxes)
         train = counts.pop("train", None)
         self.findings += check_classes(train, [*counts.values()], expected, rename)
 
@@ -182,9 +180,8 @@ class Inspection:
         self.boxes_of[location] = None if records is None else count_boxes(records)
         if records is not None:
             images = image_records(records, folder, expected, with_boxes=not self.quick)
-            self.findings += truncate_findings(
-                check_scales(images, expected.kept_scales)
-            )
+            scales = check_scales(images, expected.kept_scales)
+            self.findings += truncate_findings(scales)
             self.num_boxes += len(records.annotations)
             self.images += images
         return records, findings

@@ -20,7 +20,7 @@ from damex.datasets.coco_records import read_coco
 from damex.datasets.entries import Options, problem_of_names
 from damex.datasets.spec import parse_mixture
 from damex.errors import ConfigError, did_you_mean, printable
-from damex.files import atomic_write, write_json
+from damex.files import atomic_write, check_free, write_json
 from damex.workbench.formats.conversion import convert_tree, open_root
 
 SPLITS = ("train", "val")
@@ -187,11 +187,7 @@ def convert(
         conversion = convert_tree(tree, options, Path(draft))
         files = sorted(Path(draft).iterdir())
         for file in files:
-            if (folder / file.name).exists():
-                raise ConfigError(
-                    f"{folder / file.name} exists and is not overwritten; "
-                    "remove it, or choose another --out."
-                )
+            check_free(folder / file.name)
         with ExitStack() as stack:  # all files or none
             for file in files:
                 part = stack.enter_context(atomic_write(folder / file.name))

@@ -34,11 +34,11 @@ data = program(
     data,
     "damex.workbench.check.check",
     "damex data check my_mixture.py --quick",
-    "damex data check data/fish",
+    "damex data check data/fish boards=data/boards",
     "damex data check --coco train.json --images images/",
 )
 def check(
-    config: ConfigOrFolder | None = None,
+    data: tuple[str, ...] = (),
     /,
     *,
     cfg_options: CfgOptions = (),
@@ -51,7 +51,8 @@ def check(
     """Check the annotations and images of datasets.
 
     Args:
-        coco: A COCO file to check instead of a config.
+        data: Folders of datasets, [NAME=]FOLDER as in damex train --data; or a config.
+        coco: A COCO file to check instead.
         images: The image folder of --coco.
         json: Write all findings to this file.
         quick: Do not decode or compare images, as in the check before each training.

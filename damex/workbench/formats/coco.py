@@ -29,16 +29,15 @@ def _files(tree: Tree) -> list[str]:
     """JSON files of detections; only ``instances_*`` among COCO's other tasks."""
     files = tree.with_suffix(".json")
     if len(files) > _MANY_FILES:  # one per image: not COCO
-        files = [path for path in files if tree.split_of_file(path) or "coco" in path]
+        top = max(files, key=lambda path: tree.files[path][0])
+        files = [p for p in files if tree.split_of_file(p) or "coco" in p or p == top]
     keys = [f'"{key}"'.encode() for key in LISTS]
-    texts = ((path, _in_utf8(tree.raw(path))) for path in files)
+    texts = ((path, tree.raw(path)) for path in files)
+    # UTF-16 has zeros.
+    texts = ((p, glance(raw).encode() if 0 in raw[:4] else raw) for p, raw in texts)
     found = [path for path, text in texts if all(key in text for key in keys)]
     instances = [path for path in found if stem(path).startswith("instances_")]
     return instances or found
-
-
-def _in_utf8(raw: bytes) -> bytes:
-    return glance(raw).encode() if 0 in raw[:4] else raw  # UTF-16, which has zeros
 
 
 def _recognise(tree: Tree) -> str | None:

@@ -121,9 +121,8 @@ def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
     if not tree.images:
         raise ConfigError(f"{tree.root} holds no images, only {tree.describe()}.")
     contents = fmt.read(tree, options, summary)
-    summary.classes = contents.classes or tuple(
-        sorted({box.label for sample in contents.samples for box in sample.boxes})
-    )
+    labels = {box.label for sample in contents.samples for box in sample.boxes}
+    summary.classes = contents.classes or tuple(sorted(labels))
     if contents.samples:
         info = dict(source=str(tree.root), format=fmt.name)
         with images_of_any_size():

@@ -139,7 +139,7 @@ def choose_splits(
     held = {s.image for key in named if getattr(options, key) for s in chosen[key]}
     if held:
         chosen["train"] = [s for s in chosen.get("train", ()) if s.image not in held]
-    if not chosen.get("train"):
+    if not chosen or chosen.get("train") == []:
         raise ConfigError(
             f"{tree.root} has no images for train, only the lists "
             f"{some([*found])}; name one with train='...'."
@@ -150,7 +150,7 @@ def choose_splits(
             f"{tree.root}: val_share={options.val_share} cannot be used, since there "
             "is a val split already; leave it out."
         )
-    if "val" not in chosen and options.val_share != 0.0:
+    if "val" not in chosen and "train" in chosen and options.val_share != 0.0:
         share = DEFAULT_VAL_SHARE if options.val_share is None else options.val_share
         chosen["train"], val = _by_content(tree, chosen["train"], share, summary)
         chosen["val"] = val
@@ -169,7 +169,7 @@ def _count_unused(
         elif id(sample) not in used:
             what = "annotations of used images in a file that no split uses"
             summary.drop(what, f"{sample.source}: {sample.image}")
-    train = {sample.image for sample in chosen["train"]}
+    train = {sample.image for sample in chosen.get("train", ())}
     for split in ("val", "test"):
         for sample in chosen.get(split, ()):
             if sample.image in train:
@@ -250,9 +250,11 @@ def _by_content(
 
 def content_share(path: Path) -> float:
     """Hash a file's size and first and last 64 KB to [0, 1); OSError if unreadable."""
+    # Whole, as borders of many are equal.
+    is_raw = path.suffix.lower() in {".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
-        head = file.read(_HASHED_BYTES)
+        head = file.read(-1 if is_raw else _HASHED_BYTES)
         file.seek(max(size - _HASHED_BYTES, 0))
         tail = file.read()
     digest = hashlib.blake2b(head + tail + str(size).encode(), digest_size=8)

@@ -230,22 +230,24 @@ def _samples(
     only_class = _only_class(tree, table, options)
     normalised = _is_normalised(table)
     find = tree.image_finder(table.path)
-    found: dict[str, Sample | None] = {}
+    images: dict[tuple[str, str], str | None] = {}
+    found: dict[str, Sample] = {}
     splits: dict[str, list[Sample]] = {}
     for line, row in table.rows:
         place = f"{table.path}:{line}"
         name, label, split = table.fields(row, "image", "label", "split")
-        if name not in found:
-            image, size = find(name), None
-            if "width" not in table.box:
-                size = size_of(numbers(table.fields(row, "width", "height")))
-            new = Sample(image or "", table.path, [], size, normalised)
-            found[name] = new if image else None
-            if image and split:
-                splits.setdefault(split_name(split) or split, []).append(new)
-        if (sample := found[name]) is None:
+        if (name, split) not in images:
+            images[name, split] = find(name, split and split_name(split))
+        if (image := images[name, split]) is None:
             summary.drop(_MISSING_BOXES, f"{place}: {name}")
             continue
+        if image not in found:
+            stated = numbers(table.fields(row, "width", "height"))
+            size = None if "width" in table.box else size_of(stated)
+            found[image] = Sample(image, table.path, [], size, normalised)
+            if split:
+                splits.setdefault(split_name(split) or split, []).append(found[image])
+        sample = found[image]
         words = table.fields(row, *table.box)
         values, label = numbers(words), only_class or names.get(label, label)
         if not any(words) and (only_class or not label):
@@ -261,7 +263,7 @@ def _samples(
         a, b, c, d = values
         corners = (a, b, c, d) if table.box == _CORNERS else (a, b, a + c, b + d)
         sample.boxes.append(Box(corners, label, line, is_crowd))
-    return [sample for sample in found.values() if sample is not None], splits
+    return [*found.values()], splits
 
 
 def _only_class(tree: Tree, table: _Table, options: Options) -> str | None:

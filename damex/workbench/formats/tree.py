@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
+from unicodedata import normalize
 
 from damex.datasets.entries import SPLITS
 from damex.datasets.image_files import IMAGE_SUFFIXES, list_files
@@ -149,7 +150,7 @@ class Tree:
         """Images by their lower-case name without folder and suffix."""
         index: dict[str, list[str]] = {}
         for path in self.images:
-            index.setdefault(stem(path).lower(), []).append(path)
+            index.setdefault(normalize("NFC", stem(path)).lower(), []).append(path)
         return index
 
     def locate_image(
@@ -168,7 +169,8 @@ class Tree:
                 return path
         pure = PurePosixPath(name)
         has_suffix = pure.suffix.lower() in IMAGE_SUFFIXES
-        key = (pure.stem if has_suffix else pure.name).lower()
+        # Archives of macOS write accents in another way.
+        key = normalize("NFC", pure.stem if has_suffix else pure.name).lower()
         found = self.images_by_stem.get(key, [])
         if split is not None:
             fitting = (split, None)
@@ -196,7 +198,7 @@ class Tree:
         found = (self.locate_image(name, near, split) for name in names if name)
         return next(filter(None, found), None)
 
-    def image_finder(self, path: str) -> Callable[[str], str | None]:
+    def image_finder(self, path: str) -> Callable[..., str | None]:
         """Find images by the names in ``path``, a file about many images.
 
         They lie in its folder, in a folder of its split, or in ``images``.
@@ -216,7 +218,14 @@ class Tree:
         ]
         others = [join(base, n) for base in bases for n in ("", "images", "Images")]
         near = [folder, *sorted(near, key=order), *others]
-        return lambda name: self.locate_image(name, near, split) if name else None
+
+        def find(name: str, own: str | None = None) -> str | None:
+            found = self.locate_image(name, near, split) if name else None
+            return (
+                found or (name and own and self.locate_image(name, near, own)) or None
+            )
+
+        return find
 
     def locate(
         self, name: str, near: Sequence[str], among: Container[str]
