@@ -27,4 +27,8 @@ train_dataloader = dict(
 )
 val_dataloader = dict(num_workers=4)
 test_dataloader = val_dataloader
+# "backbone" has a tenth already; this is that of DEIMv2.
+optim_wrapper = dict(
+    paramwise_cfg=dict(custom_keys={"conv_encoder.model": dict(lr_mult=0.1)})
+)
 auto_scale_lr = dict(base_batch_size=8)

@@ -70,7 +70,10 @@ class TrainingStepHook(Hook):
     ) -> None:
         """Check the loss on the first process; gradients are summed over all."""
         if runner.rank == 0 and outputs and "loss" in outputs:
-            scaler = getattr(runner.optim_wrapper, "loss_scaler", None)
+            wrapper = runner.optim_wrapper
+            # A fixed scale, as of bfloat16, would skip all further steps.
+            is_fixed = getattr(wrapper, "_scale_update_param", None) is not None
+            scaler = None if is_fixed else getattr(wrapper, "loss_scaler", None)
             check_losses(outputs, scaler, iteration=runner.iter + 1)
 
     def before_val_epoch(self, runner: Runner) -> None:

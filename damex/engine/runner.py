@@ -178,6 +178,12 @@ class MixtureRunner(Runner):
         if datasets is not None:  # before DDP looks at requires_grad
             space = label_space_of(self.cfg)
             self._kept_rows = freeze_all_but(model, space, datasets)
+        if self.distributed and self.cfg.get("sync_bn"):
+            norms = (one for one in model.modules() if isinstance(one, nn.BatchNorm2d))
+            if any(hasattr(one, "act") for one in norms):  # of timm
+                raise ConfigError(
+                    "sync_bn drops the activations in this backbone's norms; remove it."
+                )
         is_bare = not is_model_wrapper(model)
         if self.distributed and is_bare:
             model_wrapper_cfg = wrapper_config(model_wrapper_cfg, model, self.cfg)

@@ -32,7 +32,7 @@ class ScoresOfLoss(nn.Module):
 
     def forward(self, scores_RC: Tensor, labels_R: Tensor) -> Tensor:
         """Return the scores as the hooks of damex's ``ignoring`` leave them."""
-        return scores_RC
+        return scores_RC.float()  # RF-DETR's log(1 - p) is -inf in bfloat16
 
 
 class TransformersHead(nn.Module):

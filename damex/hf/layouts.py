@@ -54,6 +54,9 @@ class HybridEncoder:
                 f"{list(config.decoder_in_channels)}, but the encoder gives maps of "
                 f"encoder_hidden_dim={width} channels; set each of them to this number."
             )
+        for name, usual in (("auxiliary_loss", True), ("learn_initial_query", False)):
+            if getattr(config, name, usual) != usual:
+                raise ConfigError(f"model.config.{name} must be {usual} to train.")
         if getattr(config, "encoder_type", "hybrid") != "hybrid":
             raise ConfigError(
                 f"model.config.encoder_type is {config.encoder_type!r}, which damex "
@@ -62,9 +65,8 @@ class HybridEncoder:
 
     def tidy(self, model: Any) -> None:
         """Leave each parameter one name, and a gradient only if a forward reads it."""
-        for name in ("class_embed", "bbox_embed"):  # second names
-            if hasattr(model, name):
-                delattr(model, name)
+        for name in {"class_embed", "bbox_embed"} & {*dict(model.named_children())}:
+            delattr(model, name)  # second names
 
     def sites(self, model: Any) -> dict[str, list[nn.Module]]:
         """Return the layers of encoder and decoder, each with an ``mlp``."""

@@ -108,12 +108,9 @@ def check_cells(cells: int, num_queries: int) -> None:
         )
 
 
-def boxes_of(batch_data_samples: Sequence[Any]) -> list[Tensor]:
+def boxes_of(samples: Sequence[Any]) -> list[Tensor]:
     """Return each image's boxes (G, 4), x1 y1 x2 y2 relative to the image's size."""
-    return [
-        relative_boxes(sample.gt_instances.bboxes, sample.img_shape)
-        for sample in batch_data_samples
-    ]
+    return [relative_boxes(s.gt_instances.bboxes, s.img_shape) for s in samples]
 
 
 def relative_boxes(boxes_N4: Any, image_shape: Sequence[int]) -> Tensor:

@@ -214,6 +214,8 @@ def ffn_starts(block: Any, state: Mapping[str, Any], prefix: str) -> dict[str, S
     """
     own, moe, split = block.state_dict(), block.moe, block.split
     keys = dense_keys(own, prefix)
+    if keys.get("slope_E1") not in state:  # of a ReLU: experts keep their own
+        keys.pop("slope_E1", None)
     if not all(key in state for key in keys.values()):
         return {}
     width = state[keys["b1_EH"]].numel()
@@ -288,6 +290,7 @@ def copy_draws(block: Any, dense: FFN) -> None:
         pairs = [
             (FFNCut(name=name, units=units), ffn[key], own[bank + name][:1])
             for name, key in dense_keys(own, "").items()
+            if key in ffn
         ]
         if all(cut.fits(source, row) for cut, source, row in pairs):
             for cut, source, row in pairs:

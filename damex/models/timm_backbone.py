@@ -120,6 +120,10 @@ class TimmBackbone(BaseModule):
         for module in self._frozen():
             for parameter in module.parameters(recurse=False):
                 parameter.requires_grad_(False)
+        used = {*modules_up_to(self.net, max(info.out_indices), model=name)}
+        for block in getattr(self.net, "blocks", ()):
+            if block not in used:  # timm computes it, and DDP expects gradients
+                block.requires_grad_(False)
         self._layout = torch.channels_last if channels_last else torch.contiguous_format
         if channels_last:
             self.net.to(memory_format=torch.channels_last)

@@ -9,7 +9,7 @@ from mmdet.registry import DATASETS
 from mmengine.config import Config
 from mmengine.runner import Runner
 
-from damex.config_files import KEYS, PlainConfig, merge_options
+from damex.config_files import KEYS, PlainConfig, merge_options, read_config
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.engine.config import resolve_config
@@ -354,3 +354,12 @@ def test_homogeneous_batches_follow_the_loader(two_datasets):
     train["batch_sampler"] = dict(type="AspectRatioBatchSampler")
     with pytest.raises(ConfigError, match="AspectRatioBatchSampler makes other batc"):
         resolve_config(config(two_datasets, train_dataloader=train))
+
+
+def test_backbones_of_transformers_learn_at_a_tenth():
+    keys = read_config("configs/hf/finetune_640.py").optim_wrapper.paramwise_cfg
+    deimv2 = "detr.model.conv_encoder.model.embedder.stem1.convolution.weight"
+    others = "detr.model.backbone.model.embedder.stem1.convolution.weight"
+    for name in (deimv2, others):
+        rates = [o.lr_mult for key, o in keys.custom_keys.items() if key in name]
+        assert rates == [0.1], name

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +22,11 @@ from mmengine.hooks import Hook
 
 import damex.workbench.check.check
 from damex.__main__ import main
-from damex.engine.hooks import check_losses
+from damex.engine.hooks import TrainingStepHook, check_losses
+from damex.engine.runner import MixtureRunner
 from damex.engine.work_dir import WorkDir
+from damex.errors import ConfigError
+from damex.models.timm_backbone import TimmBackbone
 
 SMALL = """
 train_cfg = dict(max_epochs=3, val_begin=9)
@@ -219,6 +224,24 @@ def test_losses_of_mixed_precision_may_overflow_while_the_scaler_can_help():
         with pytest.raises(FloatingPointError, match=r"in iteration 1: loss_cls$"):
             check_losses(losses, not_helping, iteration=1)
     check_losses({"loss": torch.ones(()), "loss_cls": 1.0}, None, iteration=1)
+
+
+@pytest.mark.parametrize(("scale", "helps"), [(None, True), (1.0, False)])
+def test_a_scaler_that_never_changes_does_not_help(scale, helps):
+    """As bfloat16 has; mmengine keeps the number for all steps."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    wrapper = SimpleNamespace(loss_scaler=scaler, _scale_update_param=scale)
+    runner = SimpleNamespace(optim_wrapper=wrapper, rank=0, iter=0)
+    outputs = {"loss": torch.tensor(torch.nan)}
+    with nullcontext() if helps else pytest.raises(FloatingPointError, match="sum of"):
+        TrainingStepHook().after_train_iter(runner, outputs=outputs)
+
+
+def test_activations_of_batch_norms_are_not_lost():
+    runner = SimpleNamespace(distributed=True, cfg=dict(sync_bn="torch"))
+    backbone = TimmBackbone("tf_efficientnet_lite0", out_indices=(2, 3, 4))
+    with pytest.raises(ConfigError, match="drops the activations"):
+        MixtureRunner.wrap_model(runner, None, backbone)
 
 
 def test_a_log_on_a_full_disk_ends_a_run_without_a_traceback(

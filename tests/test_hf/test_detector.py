@@ -381,6 +381,8 @@ def test_batch_norms_start_as_the_identity(family, build_hf):
         (dict(config=dict(encoder_hidden_dim=64)), "decoder_in_channels is .32, 32"),
         (dict(config=dict(model_type="deimv2", encoder_type="lite")), "is 'lite', wh"),
         (dict(config=dict(num_queries="many")), "model.config: .*num_queries"),
+        (dict(config=dict(auxiliary_loss=False)), "auxiliary_loss must be True"),
+        (dict(config=dict(learn_initial_query=True)), "initial_query must be False"),
         (dict(bbox_head=dict(num_classes=None)), "needs model.bbox_head.num_classes"),
         (dict(test_cfg=dict(max_per_img=81)), "can make 80 detections .*=81 asks"),
         (dict(data_preprocessor=dict(pad_size_divisor=16)), "strides up to 32"),

@@ -125,6 +125,16 @@ def test_frozen_stages(name, last, frozen):
         assert tensor.requires_grad != is_inside, parameter
 
 
+def test_blocks_behind_the_last_map_are_frozen():
+    """timm computes those of EfficientNets, and DDP waits for their gradients."""
+    backbone = TimmBackbone("tf_efficientnet_lite0", out_indices=(1, 2, 3))
+    sum(one.sum() for one in backbone(torch.randn(1, 3, 64, 64))).backward()
+    for name, parameter in backbone.net.named_parameters():
+        assert (parameter.grad is not None) == parameter.requires_grad, name
+    frozen = {n for n, p in backbone.net.named_parameters() if not p.requires_grad}
+    assert {name.split(".")[1] for name in frozen} == {"5", "6"}
+
+
 @pytest.mark.parametrize(
     "convert", [lambda net: net, nn.SyncBatchNorm.convert_sync_batchnorm]
 )

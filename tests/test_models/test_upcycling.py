@@ -71,6 +71,7 @@ ROUTED = {
     "low rank": lambda: LowRankExperts(3, 8, 2),
     "narrower FFNs": lambda: FFNExperts(3, 8, 5),
     "FFNs with another activation": lambda: FFNExperts(3, 8, 16, activation="gelu"),
+    "FFNs with a slope": lambda: FFNExperts(3, 8, 16, activation="prelu"),
 }
 
 
