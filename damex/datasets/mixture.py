@@ -105,7 +105,6 @@ class MixtureDataset(Dataset):
         max_refetch: How many other images of the dataset to try if the pipeline rejects
             one.
         test_mode: Whether samples are for evaluation; follows ``split`` by default.
-        lazy_init: Load the annotations in ``full_init`` instead of at construction.
         check: Check of COCO documents, as in ``NamedCocoDataset``.
 
     Raises:
@@ -124,7 +123,6 @@ class MixtureDataset(Dataset):
         on_bad_box: str = "error",
         max_refetch: int = 100,
         test_mode: bool | None = None,
-        lazy_init: bool = False,
         check: Callable | None = None,
     ) -> None:
         self.specs = parse_mixture(datasets)
@@ -141,8 +139,7 @@ class MixtureDataset(Dataset):
         self._applies_exif = [applies_exif(steps) for steps in pipelines]
         self.sources: list[BaseDataset] = []
         self._check = check
-        if not lazy_init:
-            self.full_init()
+        self.full_init()
 
     @property
     def metainfo(self) -> dict[str, Any]:

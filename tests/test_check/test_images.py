@@ -2,7 +2,6 @@
 
 import io
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -47,7 +46,7 @@ def test_no_error_is_what_the_loader_loads(tmp_path, suffix, orientation, color_
 
 
 def test_a_name_that_is_no_text_is_opened(tmp_path):
-    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png"))
+    path = tmp_path / os.fsdecode(b"caf\xe9.png")
     picture(1).save(path)
     [look] = probe_images([record_of(path, SIZE)], decode=True)
     assert look.problem is None

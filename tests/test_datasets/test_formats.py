@@ -383,17 +383,18 @@ def test_uncompressed_images_with_equal_borders_have_other_shares(tmp_path):
     assert len({content_share(tmp_path / f"{n}.bmp") for n in range(3)}) == 3
 
 
+ANT = write_coco({"a.png": ((40, 20), [("ant", (1, 2, 9, 8))])})["labels.json"]
+
+
 def test_a_folder_of_test_images_alone_is_read(folder, read):
-    document = write_coco({"a.png": ((40, 20), [("ant", (1, 2, 9, 8))])})
-    found = read(folder("a.png", {"test.json": document["labels.json"]}))
+    found = read(folder("a.png", {"test.json": ANT}))
     assert sides(found) == {"test": {"a.png"}}
 
 
 def test_coco_is_found_among_many_other_files(folder, read):
-    document = write_coco({"a.png": ((40, 20), [("ant", (1, 2, 9, 8))])})
     others = {f"meta/{number}.json": {"by": number} for number in range(60)}
-    root = folder("a.png", {"labels.json": document["labels.json"], **others})
-    assert sides(read(root, val_share=0.0)) == {"train": {"a.png"}}
+    found = read(folder("a.png", {"labels.json": ANT, **others}), val_share=0.0)
+    assert sides(found) == {"train": {"a.png"}}
 
 
 def test_the_split_of_a_row_tells_equal_names_apart(folder, read):

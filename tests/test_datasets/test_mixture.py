@@ -380,23 +380,6 @@ def test_a_rejected_image_gives_way_to_the_next_in_training_only(two_datasets):
         load(two_datasets, "val", pipeline=[Refuse({0}), *PIPELINE])[0]
 
 
-def test_lazy_mixture_reads_no_file_before_full_init(two_datasets):
-    metainfo = load(two_datasets).metainfo
-    paths = [Path(entry["data_root"], "val.json") for entry in two_datasets]
-    contents = [path.read_bytes() for path in paths]
-    for path in paths:
-        path.unlink()
-    options = dict(datasets=two_datasets, split="val", label_space=metainfo)
-    lazy = MixtureDataset(lazy_init=True, **options)
-    assert lazy.metainfo == metainfo
-    with pytest.raises(DataError, match="the annotation file does not exist"):
-        lazy.full_init()
-    for path, content in zip(paths, contents, strict=True):
-        path.write_bytes(content)
-    lazy.full_init()
-    assert lazy.sizes == [5, 3]
-
-
 def test_classes_that_a_label_file_leaves_out(two_datasets, voc_entry):
     """Their boxes are not read, whatever the format."""
     datasets = dict(park=dict(dog=None, car="auto"), voc=dict(sofa=None))

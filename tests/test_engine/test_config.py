@@ -358,8 +358,7 @@ def test_homogeneous_batches_follow_the_loader(two_datasets):
 
 def test_backbones_of_transformers_learn_at_a_tenth():
     keys = read_config("configs/hf/finetune_640.py").optim_wrapper.paramwise_cfg
-    deimv2 = "detr.model.conv_encoder.model.embedder.stem1.convolution.weight"
-    others = "detr.model.backbone.model.embedder.stem1.convolution.weight"
-    for name in (deimv2, others):
+    for part in ("conv_encoder", "backbone"):  # of DEIMv2, and of the others
+        name = f"detr.model.{part}.model.embedder.stem1.convolution.weight"
         rates = [o.lr_mult for key, o in keys.custom_keys.items() if key in name]
         assert rates == [0.1], name

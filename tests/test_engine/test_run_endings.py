@@ -228,7 +228,6 @@ def test_losses_of_mixed_precision_may_overflow_while_the_scaler_can_help():
 
 @pytest.mark.parametrize(("scale", "helps"), [(None, True), (1.0, False)])
 def test_a_scaler_that_never_changes_does_not_help(scale, helps):
-    """As bfloat16 has; mmengine keeps the number for all steps."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     wrapper = SimpleNamespace(loss_scaler=scaler, _scale_update_param=scale)
     runner = SimpleNamespace(optim_wrapper=wrapper, rank=0, iter=0)

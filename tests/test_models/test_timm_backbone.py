@@ -126,7 +126,6 @@ def test_frozen_stages(name, last, frozen):
 
 
 def test_blocks_behind_the_last_map_are_frozen():
-    """timm computes those of EfficientNets, and DDP waits for their gradients."""
     backbone = TimmBackbone("tf_efficientnet_lite0", out_indices=(1, 2, 3))
     sum(one.sum() for one in backbone(torch.randn(1, 3, 64, 64))).backward()
     for name, parameter in backbone.net.named_parameters():

@@ -301,7 +301,7 @@ def image_paths(cfg: Any, name: str, count: int) -> list[str]:
     loader = cfg.get("train_dataloader") or {}
     (mixture,) = mixture_datasets(loader.get("dataset")) or [{}]
     entries = [entry for entry in cfg["mixture"] if entry["name"] == name]
-    changes = dict(datasets=entries, label_space="union", lazy_init=False)
+    changes = dict(datasets=entries, label_space="union")
     dataset = DATASETS.build({"type": "MixtureDataset", **mixture, **changes})
     (source,) = dataset.sources
     number = min(count, len(source))
