@@ -424,6 +424,13 @@ def questions() -> str:
         ("The paper's `damex`?", seven, both, "damex", real),
         ("Windows for three datasets of small objects?", seven, tiles, "tile", windows),
         ("`image_balance=0.5`?", seven, balanced(), "root", alike),
+        (
+            "Both, with experts, 4,200 iterations?",
+            seven,
+            both,
+            "template_full",
+            f"{real}#the-template-as-it-is",
+        ),
         ("RT-DETRv2, for the same time?", seven, both, "rt_detr_v2", detector),
         (
             "Ignore what is not labeled?",
@@ -438,7 +445,8 @@ def questions() -> str:
         ("Only two datasets?", "two of the eight", two, "damex_best", conditions),
         ("Names that agree?", eight, agree, "damex_best", conditions),
     ]
-    bases = dict(single_full="dense_full", ignored_if_found="negatives")
+    bases = dict(single_full="dense_full", template_full="dense_full")
+    bases["ignored_if_found"] = "negatives"
     lines = [
         [
             f"[{question}]({page})",
