@@ -245,7 +245,8 @@ def check_image(image: ImageRecord, info: ImageInfo) -> Iterator[Finding]:
         )
         yield image.finding("image-depth", text)
     stated = Image.registered_extensions().get(image.path.suffix.lower())
-    if stated and SAME.get(stated, stated) != SAME.get(header.format, header.format):
+    found = SAME.get(header.format, header.format)  # empty if Pillow does not know it
+    if stated and found and SAME.get(stated, stated) != found:
         text = f"is a {header.format} file by its content. It is read all the same."
         yield image.finding("image-suffix", text)
 

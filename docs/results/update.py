@@ -398,64 +398,38 @@ def answer(arms: Arms, name: str, base: str = "dense") -> list[str]:
 def questions() -> str:
     """The questions that users ask, each with a number, for the page of results."""
     real, worlds = "../results/seven-datasets.md", "../results/worlds.md"
-    conditions = f"{worlds}#what-removes-the-gain"
-    windows, alike = (
-        f"{real}#windows-for-small-objects",
-        f"{real}#images-that-weigh-alike",
-    )
-    halves, detector = "../results/completing.md", "../guides/transformers.md"
-    detector += "#a-small-detector-for-cpus"
-    both = dict(arms_of("one_or_seven"))
-    both["rt_detr_v2"] = arms_of("rt_detr_v2")["dense"]
+    why, halves = f"{worlds}#what-removes-the-gain", "../results/completing.md"
+    windows, full = f"{real}#windows-for-small-objects", f"{real}#the-template-as-it-is"
+    alike = f"{real}#images-that-weigh-alike"
+    detector = "../guides/transformers.md#a-small-detector-for-cpus"
+    both = {**arms_of("one_or_seven"), "rt_detr_v2": arms_of("rt_detr_v2")["dense"]}
     tiles, conflict = arms_of("tiles"), arms_of(LENGTHS[600])
     long, two = arms_of(LENGTHS[2400]), arms_of("worlds-2_conflicting")
     missing, agree = arms_of("completing"), arms_of("worlds-8_agreeing")
     seven, eight = "seven real datasets", "eight synthetic datasets"
+    best, found = "damex_best", "ignored_if_found"
     rows = [
         ("One detector or seven, equal compute?", seven, both, "single", real),
         ("The same, 4,200 iterations?", seven, both, "single_full", real),
-        (
-            "Experts on datasets that look nothing alike?",
-            seven,
-            both,
-            "damex_best",
-            real,
-        ),
+        ("Experts on datasets that look nothing alike?", seven, both, best, real),
         ("The paper's `damex`?", seven, both, "damex", real),
         ("Windows for three datasets of small objects?", seven, tiles, "tile", windows),
         ("`image_balance=0.5`?", seven, balanced(), "root", alike),
-        (
-            "Both, with experts, 4,200 iterations?",
-            seven,
-            both,
-            "template_full",
-            f"{real}#the-template-as-it-is",
-        ),
+        ("Both, with experts, 4,200 iterations?", seven, both, "template_full", full),
         ("RT-DETRv2, for the same time?", seven, both, "rt_detr_v2", detector),
-        (
-            "Ignore what is not labeled?",
-            "halves of diagrams",
-            missing,
-            "ignored_if_found",
-            halves,
-        ),
-        ("One name for different objects?", eight, conflict, "damex_best", worlds),
+        ("Ignore what is not labeled?", "halves of diagrams", missing, found, halves),
+        ("One name for different objects?", eight, conflict, best, worlds),
         ("The same, a head per dataset?", eight, conflict, "partitioned", worlds),
-        ("The same, 2,400 iterations?", eight, long, "damex_best", conditions),
-        ("Only two datasets?", "two of the eight", two, "damex_best", conditions),
-        ("Names that agree?", eight, agree, "damex_best", conditions),
+        ("The same, 2,400 iterations?", eight, long, best, why),
+        ("Only two datasets?", "two of the eight", two, best, why),
+        ("Names that agree?", eight, agree, best, why),
     ]
     bases = dict(single_full="dense_full", template_full="dense_full")
-    bases["ignored_if_found"] = "negatives"
-    lines = [
-        [
-            f"[{question}]({page})",
-            data,
-            f"`{arm}`",
-            *answer(arms, arm, bases.get(arm, "dense")),
-        ]
-        for question, data, arms, arm, page in rows
-    ]
+    bases[found] = "negatives"
+    lines = []
+    for question, data, arms, arm, page in rows:
+        cells = answer(arms, arm, bases.get(arm, "dense"))
+        lines.append([f"[{question}]({page})", data, f"`{arm}`", *cells])
     header = ["question", "data", "arm", "mean AP, `dense`", "the arm"]
     return markdown([*header, "difference [95%]", "seeds"], lines)
 

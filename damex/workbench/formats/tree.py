@@ -220,10 +220,10 @@ class Tree:
         near = [folder, *sorted(near, key=order), *others]
 
         def find(name: str, own: str | None = None) -> str | None:
-            found = self.locate_image(name, near, split) if name else None
-            return (
-                found or (name and own and self.locate_image(name, near, own)) or None
-            )
+            if not name:
+                return None
+            found = self.locate_image(name, near, split)
+            return found if found or not own else self.locate_image(name, near, own)
 
         return find
 
