@@ -323,6 +323,9 @@ class MixtureDataset(Dataset):
         own = tuple(self.label_space.dataset_classes[dataset_id])
         if isinstance(spec.train, Mapping) and len(own) < len(spec.own_classes):
             spec = replace(spec, classes=own)  # a label file leaves the others out
+        if self.test_mode and spec.root and {*spec.own_classes} <= {*own}:
+            # Another folder than the one of the training may lack objects of a class.
+            own = tuple(name for name in own if name in spec.own_classes)
         complete = partial(self._complete, spec=spec, own=own)
         try:
             dataset = DATASETS.build(

@@ -222,6 +222,16 @@ def test_a_folder_is_evaluated_as_the_dataset_of_its_name(
         detector.evaluate(dataset="street")
 
 
+def test_a_folder_may_lack_objects_of_a_class(save, make_coco_dataset, tmp_path):
+    for name, classes in (("cars", ["car"]), ("people", ["car", "people"])):
+        make_coco_dataset(tmp_path / name, classes=classes, num_images=3)
+    detector = damex.load(save(), device="cpu")
+    found = detector.evaluate(tmp_path / "cars", dataset="street", split="train")
+    assert found.datasets["street"]["images"] == 3
+    with pytest.raises(DataError, match="'person'"):
+        detector.evaluate(tmp_path / "people", dataset="street", split="train")
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [("nowhere", "not the folder"), (".", "knows no dataset .*street, park, sky")],
