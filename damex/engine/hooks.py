@@ -109,12 +109,12 @@ class TrainingStepHook(Hook):
 def check_losses(losses: Mapping[str, Any], scaler: Any, *, iteration: int) -> None:
     """Raise FloatingPointError if the sum of losses is not finite.
 
-    In mixed precision a gradient scaler skips such a step and halves its scale; then
-    only a scale below 1 is rejected.
+    In mixed precision a gradient scaler skips such a step, or one whose gradients are
+    not finite, and halves its scale; then only a scale below 1 is rejected.
     """
-    if _is_finite(losses["loss"]):
-        return
-    if scaler is not None and scaler.is_enabled() and scaler.get_scale() >= 1.0:
+    scales = scaler is not None and scaler.is_enabled()
+    helps = scales and scaler.get_scale() >= 1.0
+    if helps or (not scales and _is_finite(losses["loss"])):
         return
     names = [
         name
@@ -122,7 +122,8 @@ def check_losses(losses: Mapping[str, Any], scaler: Any, *, iteration: int) -> N
         if "loss" in name and name != "loss" and not _is_finite(value)
     ]
     more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-    which = ", ".join(names[:4]) or "the sum of losses"
+    total = "gradients" if _is_finite(losses["loss"]) else "the sum of losses"
+    which = ", ".join(names[:4]) or total
     raise FloatingPointError(f"not finite in iteration {iteration}: {which}{more}")
 
 

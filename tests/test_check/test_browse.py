@@ -1,6 +1,7 @@
 """The page stands by itself and says what the files hold."""
 
 import random
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -83,6 +84,17 @@ def test_the_page_needs_nothing_else_and_there_is_a_sheet_for_each_split(browse)
     for split in ("train", "val"):
         with Image.open(out / f"street_{split}.png") as sheet:
             assert sheet.width > 4 * TILE
+
+
+def test_folders_in_place_of_a_config(dataset, monkeypatch, tmp_path):
+    dataset.write()
+    shutil.copytree(dataset.root, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(data, ["browse", "street", "b=copy", "--samples", "1"]) == 0
+    sheets = (tmp_path / "work_dirs/street-b/browse").glob("*.png")
+    assert {path.stem for path in sheets} == {
+        f"{name}_{split}" for name in ("street", "b") for split in ("train", "val")
+    }
 
 
 def test_the_tables_count(browse):

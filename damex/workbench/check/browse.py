@@ -30,6 +30,7 @@ from damex.workbench.check.samples import (
     view_of,
 )
 from damex.workbench.check.sources import expectations, mixture_config_of, sources_of
+from damex.workbench.zero_config import run_name
 
 # COCO's limits of small, medium and large: the side of a square in pixels.
 SMALL, LARGE = 32, 96
@@ -43,11 +44,18 @@ SIZE_CHART = 150
 
 
 def browse(
-    config: str, *, cfg_options: Sequence[str], out: str | None, samples: int, seed: int
+    data: Sequence[str],
+    *,
+    cfg_options: Sequence[str],
+    out: str | None,
+    samples: int,
+    seed: int,
 ) -> None:
-    """Write a page about the datasets of a config, and contact sheets of the splits."""
-    cfg = mixture_config_of(config, cfg_options)
-    folder = Path(out or Path("work_dirs") / Path(config).stem / "browse")
+    """Write a page about datasets, and contact sheets of their splits."""
+    cfg = mixture_config_of(data, cfg_options)
+    names = [entry["name"] for entry in cfg["mixture"]]
+    name = Path(cfg.filename).stem if cfg.filename else run_name(names)
+    folder = Path(out or Path("work_dirs") / name / "browse")
     make_folder(folder)
     with Bar() as progress:
         views, notes = _read(cfg, progress, num_samples=samples, seed=seed)
@@ -63,7 +71,7 @@ def browse(
         name = re.sub(r"[^\w.-]+", "_", f"{view.dataset}_{view.split}")
         with atomic_write(folder / f"{name}.png") as part:
             contact_sheet(view.title, tiles[view.title]).save(part)
-    page = render(f"Data of {Path(config).stem}", views, tiles, colors, notes)
+    page = render(f"Data of {name}", views, tiles, colors, notes)
     write_text(folder / "index.html", printable(page))
     print(f"{folder / 'index.html'}: {len(views)} splits, with a contact sheet each.")
 

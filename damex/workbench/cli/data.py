@@ -9,7 +9,6 @@ from cyclopts import Parameter
 from damex.workbench.cli.run import (
     CfgOptions,
     Checkpoint,
-    ConfigOrFolder,
     Device,
     NonNegativeInt,
     PositiveInt,
@@ -61,10 +60,13 @@ def check(
 
 
 @command(
-    data, "damex.workbench.check.browse", "damex data browse my_mixture.py --samples 24"
+    data,
+    "damex.workbench.check.browse",
+    "damex data browse my_mixture.py --samples 24",
+    "damex data browse data/fish boards=data/boards",
 )
 def browse(
-    config: ConfigOrFolder,
+    data: tuple[str, ...],
     /,
     *,
     cfg_options: CfgOptions = (),
@@ -72,10 +74,11 @@ def browse(
     samples: PositiveInt = 12,
     seed: int = 0,
 ) -> None:
-    """Write an HTML page and contact sheets of the datasets of a config.
+    """Write an HTML page and contact sheets of datasets.
 
     Args:
-        out: Output folder (default: work_dirs/CONFIG/browse).
+        data: Folders of datasets, [NAME=]FOLDER as in damex train --data; or a config.
+        out: Output folder (default: work_dirs/NAME/browse, of the config or datasets).
         samples: Number of images of each split.
         seed: Random seed for choosing the images.
     """

@@ -40,9 +40,6 @@ Checkpoint = Annotated[
 ConfigName = Annotated[
     str, Parameter(help="A file, or the name of a config that comes with damex.")
 ]
-ConfigOrFolder = Annotated[
-    str, Parameter(help="A config: a file or a name; or the folder of a dataset.")
-]
 Device = Annotated[
     str | None,
     Parameter(
