@@ -141,6 +141,7 @@ class Predictor:
         trust: bool = False,
     ) -> None:
         self._stored = DetectorCheckpoint.read(str(checkpoint), trust=trust)
+        self.tile_of = self._stored.tile_of
         self._detector = self._stored.build(device or get_device())
         space = self._stored.space
         self.classes = space.classes
@@ -374,16 +375,6 @@ class Predictor:
     def _side(tile: Tile, choice: _Choice) -> int | None:
         """Side of the windows to look through; None for the whole image."""
         return tile if isinstance(tile, int) or tile is None else choice.tile
-
-    def tile_of(self, names: Sequence[str]) -> int | None:
-        """``tile`` of the training on datasets; None if it is not the same for all."""
-        entries = self._stored.config.get("mixture")
-        rows = entries if isinstance(entries, list) else []
-        rows = [row for row in rows if isinstance(row, Mapping)]
-        tiles = [row.get("tile") for row in rows if row.get("name") in names]
-        tile = tiles[0] if tiles and all(one == tiles[0] for one in tiles) else None
-        # A stranger's checkpoint may hold any value.
-        return tile if is_tile(tile) else None
 
     def _packed(
         self,

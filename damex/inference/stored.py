@@ -21,7 +21,7 @@ from damex.config_files import import_modules
 from damex.datasets.coco_records import read_coco
 from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.spec import parse_mixture
+from damex.datasets.spec import is_tile, parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
 from damex.engine.resumption import EVALUATED
 from damex.engine.summary import PREFIX, class_scores, scores_of, summarise
@@ -194,6 +194,16 @@ class DetectorCheckpoint:
         loader = dict(dataset=dict(pipeline=pipeline))
         set_image_size(dict(image_size=size, model=model, test_dataloader=loader))
         return replace(self, model=model, pipeline=pipeline)
+
+    def tile_of(self, names: Sequence[str]) -> int | None:
+        """``tile`` of the training on datasets; None if it is not the same for all."""
+        entries = self.config.get("mixture")
+        rows = entries if isinstance(entries, list) else []
+        rows = [row for row in rows if isinstance(row, Mapping)]
+        tiles = [row.get("tile") for row in rows if row.get("name") in names]
+        tile = tiles[0] if tiles and all(one == tiles[0] for one in tiles) else None
+        # A stranger's checkpoint may hold any value.
+        return tile if is_tile(tile) else None
 
     def validation_images(self, name: str, *, count: int) -> list[Path]:
         """Sample ``count`` validation images of a dataset, evenly over its COCO file.

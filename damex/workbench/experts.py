@@ -45,11 +45,15 @@ MOST_NUMBERS = 16  # experts of a layer whose shares are written into the pictur
 
 @dataclass(frozen=True)
 class Row:
-    """Images of one row of the tables; ``group`` is None if the dataset is unknown."""
+    """Images of one row of the tables; ``group`` is None if the dataset is unknown.
+
+    ``tile`` is the side of the windows that the detector looks through.
+    """
 
     name: str
     group: int | None
     paths: Sequence[Path]
+    tile: int | None = None
 
 
 @dataclass
@@ -133,7 +137,8 @@ def rows_of_mixture(
     for number, name in enumerate(stored.space.dataset_names):
         try:
             paths = stored.validation_images(name, count=per_dataset)
-            rows.append(Row(name, stored.space.group_id(number), paths))
+            group, tile = stored.space.group_id(number), stored.tile_of([name])
+            rows.append(Row(name, group, paths, tile))
         except (ConfigError, DataError) as error:
             notes.append(f"No images of {name}: {error}")
     if not rows:
@@ -148,7 +153,7 @@ def record_routes(
     batch_size: int,
     advance: Callable[[], Any],
 ) -> Routes:
-    """Run a detector on images, and call ``advance`` after each.
+    """Run a detector on images, and call ``advance`` after reading each.
 
     Raises:
         DataError: If no image can be read.
@@ -158,7 +163,7 @@ def record_routes(
     def keep(*_: Any) -> None:  # a step forgets its records at its end
         records.update(detector.routing.records)
 
-    loaded = _loaded(inputs, rows, routes.problems)
+    loaded = _loaded(inputs, rows, routes.problems, advance)
     with detector.bbox_head.register_forward_hook(keep):
         # Images of one shape share a forward pass.
         for _, alike in groupby(loaded, lambda one: one[1]["inputs"].shape):
@@ -166,27 +171,30 @@ def record_routes(
                 detect(detector, [packed for _, packed in batch])
                 for name, record in records.items():
                     _count(routes, name, record, [row for row, _ in batch], rows)
-                for _ in batch:
-                    advance()
     if not routes.served:
         raise DataError(f"no image can be read: {'; '.join(routes.problems)}")
     return routes
 
 
 def _loaded(
-    inputs: Inputs, rows: Sequence[Row], problems: list[str]
+    inputs: Inputs,
+    rows: Sequence[Row],
+    problems: list[str],
+    advance: Callable[[], Any],
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Row index and detector input of each readable image."""
+    """Row index and detector input of each readable image, or of its windows."""
     for number, row in enumerate(rows):
+        meta = {} if row.group is None else dict(group_id=row.group)  # for moe.oracle
         for path in row.paths:
+            advance()
             try:
-                packed = inputs(path)
+                whole = inputs(path)
             except DataError as error:
                 problems.append(str(error))
                 continue
-            if row.group is not None:  # only moe.oracle reads it
-                packed["data_samples"].set_metainfo(dict(group_id=row.group))
-            yield number, packed
+            whole["data_samples"].set_metainfo(meta)
+            parts = inputs.windows(whole, row.tile, meta) if row.tile else [whole]
+            yield from ((number, part) for part in parts)
 
 
 def _count(

@@ -87,21 +87,26 @@ def test_without_any_image_one_line_says_what_to_do(stored):
         rows_of_mixture(stored(), per_dataset=3)
 
 
-def record(stored, photos, *, batch_size=2):
+def record(stored, photos, *, batch_size=2, tile=None):
     detector, rows = stored.build(), rows_of_words([str(photos)])
+    rows = [dataclasses.replace(row, tile=tile) for row in rows]
     inputs = Inputs(stored.pipeline)
     routes = record_routes(detector, inputs, rows, batch_size, lambda: None)
     return detector, inputs, rows, routes
 
 
-def test_tokens_are_counted_as_in_evaluation(stored, photos):
+@pytest.mark.parametrize("tile", [None, 20])
+def test_tokens_are_counted_as_in_evaluation(stored, photos, tile):
     """The detector's own counts per image, one image at a time, are the other way."""
     narrow = photos / "b.jpg"  # images of two shapes, one of which is padded
     Image.open(narrow).resize((32, 64)).save(narrow)
-    detector, inputs, rows, found = record(stored(), photos)
+    detector, inputs, rows, found = record(stored(), photos, tile=tile)
     detector.counts_tokens = True
     for number, row in enumerate(rows):
-        samples = [detect(detector, [inputs(path)])[0] for path in row.paths]
+        parts = [inputs(path) for path in row.paths]
+        if tile:
+            parts = [part for one in parts for part in inputs.windows(one, tile, {})]
+        samples = [detect(detector, [part])[0] for part in parts]
         for name, tally in found.served.items():
             counts = np.sum([sample.routing_counts[name] for sample in samples], axis=0)
             assert tally.counts_GE[number].tolist() == counts.tolist()
