@@ -119,10 +119,12 @@ def launch_processes() -> Callable[..., None]:
 
 @pytest.fixture
 def run_python() -> Callable[..., subprocess.CompletedProcess]:
-    """Run python with some arguments in a process of its own, on one thread."""
+    """Run python with arguments in a process of its own, which ends with ``status``."""
 
-    def run(*arguments: Any, **kwargs: Any) -> subprocess.CompletedProcess:
-        return subprocess.run(
+    def run(
+        *arguments: Any, status: int = 0, **kwargs: Any
+    ) -> subprocess.CompletedProcess:
+        done = subprocess.run(
             [sys.executable, *map(str, arguments)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
             capture_output=True,
@@ -131,6 +133,8 @@ def run_python() -> Callable[..., subprocess.CompletedProcess]:
             check=False,
             **kwargs,
         )
+        assert done.returncode == status, done.stdout[-3000:] + done.stderr[-3000:]
+        return done
 
     return run
 

@@ -105,8 +105,7 @@ if not compiled:
     else:
         raise SystemExit("a missing op did not raise")
 """
-    result = run_python("-c", code)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +117,7 @@ if not compiled:
 )
 def test_light_modules_import_neither_mmdet_nor_patches(run_python, module, unused):
     code = f"import sys, {module}; sys.exit(bool(set({unused}) & {{*sys.modules}}))"
-    result = run_python("-c", code)
-    assert result.returncode == 0, result.stderr
+    run_python("-c", code)
 
 
 SLOW = ("evaluation", "models.blocks", "engine.runner", "datasets.coco")
@@ -136,8 +134,7 @@ SLOW = ("evaluation", "models.blocks", "engine.runner", "datasets.coco")
     ],
 )
 def test_every_module_that_needs_mmdet_can_be_the_first_import(run_python, module):
-    result = run_python("-c", f"import damex.{module}")
-    assert result.returncode == 0, result.stderr
+    run_python("-c", f"import damex.{module}")
 
 
 # ---- modules imported too early ----

@@ -135,8 +135,7 @@ tools = {"cyclopts", "jinja2", "matplotlib", "onnx", "onnxruntime", "transformer
 assert not tools & {name.partition(".")[0] for name in new}
 assert not {name for name in new if name.startswith("damex.workbench.cli")}
 """
-    done = run_python("-c", program)
-    assert done.returncode == 0, done.stderr
+    run_python("-c", program)
 
 
 @pytest.mark.parametrize("layer", LIMITS)

@@ -1,6 +1,6 @@
 """Image files: size, EXIF rotation, and findings about missing or damaged ones.
 
-`damex data check` infos at all images, the loader at one that fails to load.
+`damex data check` looks at all images, the loader at one that fails to load.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import shlex
 import sys
 import time
@@ -328,15 +329,11 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _peak_memory_mib() -> float | None:
+def _peak_memory_mib() -> float:
     """Memory that torch reserves on a GPU, else the peak of this process."""
     # LoggerHook resets the peaks; what is reserved does not shrink.
     if torch.cuda.is_available():
         return round(torch.cuda.max_memory_reserved() / 2**20, 1)
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, else kibibytes
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 

@@ -8,6 +8,7 @@ and the command to continue.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import shlex
 import shutil
@@ -31,11 +32,6 @@ from damex.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from damex.engine.runner import MixtureRunner
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 # Errors of scipy's matching if predictions are not finite.
@@ -73,8 +69,6 @@ class WorkDir:
 
     def lock(self) -> str | None:
         """Lock out other trainings; returns why the folder cannot be used, or None."""
-        if fcntl is None:
-            return None
         place = self.path / ".lock"
         try:
             file = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)

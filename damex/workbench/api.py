@@ -57,22 +57,17 @@ class Evaluation:
     mean_ap50: float | None
     pooled_ap: float | None
     datasets: Mapping[str, Mapping[str, Any]]
+    classes: Mapping[str, Mapping[str, float | None]]
+    confusion: Mapping[str, Mapping[str, int]]
     summary: Mapping[str, Any] = field(repr=False)
-    classes: Mapping[str, Mapping[str, float | None]] = field(default_factory=dict)
-    confusion: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, summary: Mapping[str, Any]) -> Evaluation:
         """Return the scores of a ``summary.json``."""
-        return cls(
-            mean_ap=summary.get("mean_ap"),
-            mean_ap50=summary.get("mean_ap50"),
-            pooled_ap=summary.get("pooled_ap"),
-            datasets=summary.get("datasets", {}),
-            summary=summary,
-            classes=summary.get("classes", {}),
-            confusion=summary.get("confusion", {}),
-        )
+        found: dict[str, Any] = dict.fromkeys(("mean_ap", "mean_ap50", "pooled_ap"))
+        found |= dict(datasets={}, classes={}, confusion={})
+        found |= {key: summary[key] for key in found if key in summary}
+        return cls(**found, summary=summary)
 
     def __str__(self) -> str:
         rows = [(name, row["ap"], row["ap50"]) for name, row in self.datasets.items()]
@@ -290,7 +285,7 @@ class Detector:
         device: str | None = None,
         trust: bool = False,
     ) -> None:
-        from damex.inference import Predictor
+        from damex.inference.predictor import Predictor
 
         self.checkpoint, self._trust = Path(checkpoint), trust
         path = os.fspath(checkpoint)
@@ -476,5 +471,5 @@ class Detector:
 
         with _quiet():
             stored = DetectorCheckpoint.read(str(self.checkpoint), trust=self._trust)
-            write_card(stored, Path(out), license_text, data_licenses)
+            write_card(stored, Path(out), license_text, data_licenses or {})
         return Path(out)

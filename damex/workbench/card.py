@@ -73,7 +73,7 @@ def write_card(
     stored: DetectorCheckpoint,
     out: Path,
     license_text: str | None,
-    data_licenses: Mapping[str, str] | None,
+    licenses: Mapping[str, str],
 ) -> list[str]:
     """Write a model and its card into a new folder, and return notes for the user.
 
@@ -82,7 +82,6 @@ def write_card(
     DataError.
     """
     check_free(out)
-    licenses = dict(data_licenses or {})
     for name in licenses:
         stored.space.dataset_id(name)
     config = kept_config(stored, stored.space)

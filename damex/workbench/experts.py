@@ -20,7 +20,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.engine.console import filter_console
 from damex.engine.hooks import LEAST_EVENNESS, routing_problems
 from damex.engine.rows import has_groups
@@ -45,10 +44,7 @@ MOST_NUMBERS = 16  # experts of a layer whose shares are written into the pictur
 
 @dataclass(frozen=True)
 class Row:
-    """Images of one row of the tables; ``group`` is None if the dataset is unknown.
-
-    ``tile`` is the side of the windows that the detector looks through.
-    """
+    """A row of the tables: images, their group if known, and side of windows."""
 
     name: str
     group: int | None
@@ -241,8 +237,7 @@ class LayerUse:
         self.share_RE, self.load_E = share_RE.numpy(), seen_RE.mean(0).numpy()
         self.entropy = float(entropy(seen_RE.mean(0)))
         self.most_entropy = math.log(seen_RE.shape[1])
-        # + 0.0: rounding can leave a negative zero
-        self.information = max(float(mutual_information(seen_RE)), 0.0) + 0.0
+        self.information = max(0.0, float(mutual_information(seen_RE)))
         self.most_information = math.log(min(seen_RE.shape))
 
 

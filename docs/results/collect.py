@@ -1,9 +1,10 @@
 """Add the runs of ``damex headroom`` to a JSON file of scores.
 
-    python docs/results/collect.py WORK_DIR OUT.json
+    python docs/results/collect.py WORK_DIR OUT.json [PREFIX]
 
 A record per arm and seed, with the machine, the versions and the commit, so that a
-measurement can be continued on another day. What is in the file stays.
+measurement can be continued on another day. What is in the file stays. The names of
+arms in the file begin with PREFIX.
 """
 
 from __future__ import annotations
@@ -93,11 +94,12 @@ def runs_of(folder: Path) -> Iterator[dict[str, Any]]:
                 )
 
 
-def collect(folder: Path, out: Path) -> None:
+def collect(folder: Path, out: Path, prefix: str) -> None:
     """Add the runs of a work directory to a file of runs."""
     content = json.loads(out.read_text("utf-8")) if out.is_file() else {"runs": []}
     runs = {(run["arm"], run["seed"]): run for run in content["runs"]}
     for run in runs_of(folder):
+        run["arm"] = prefix + run["arm"]
         known = runs.get(key := (run["arm"], run["seed"]), {"machine": machine()})
         runs[key] = {**run, **known}
     lines = ",\n  ".join(json.dumps(runs[key]) for key in sorted(runs))
@@ -106,8 +108,8 @@ def collect(folder: Path, out: Path) -> None:
 
 def main(arguments: Sequence[str]) -> None:
     """Collect the runs of ``arguments[0]`` in ``arguments[1]``."""
-    folder, out = map(Path, arguments)
-    collect(folder, out)
+    folder, out, *prefix = arguments
+    collect(Path(folder), Path(out), "".join(prefix))
 
 
 if __name__ == "__main__":

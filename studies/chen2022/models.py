@@ -155,7 +155,7 @@ class PatchwiseExperts(nn.Module):
 
     @property
     def _part(self) -> int:
-        """Filter of one output."""
+        """Number of filters of one output."""
         return self.weight_EDF.shape[2] // self.num_outputs
 
 

@@ -25,7 +25,7 @@ from damex.engine.checkpoint import (
 )
 from damex.engine.config import resolve_config
 from damex.errors import ConfigError, DataError
-from damex.inference import Predictor
+from damex.inference.predictor import Predictor
 
 
 def space(*classes, groups=("a", "b")):

@@ -187,15 +187,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(write_config, run_tool, tmp_p
     optim = Config.fromfile(schedule).optim_wrapper.to_dict()
     extra = f"train_cfg = dict(max_epochs=2, val_interval=9)\noptim_wrapper = {optim}"
     config = write_config(extra=extra)
-    whole = run_tool("train.py", config, "--work-dir", tmp_path / "whole")
-    assert whole.returncode == 0, whole.stderr
+    run_tool("train.py", config, "--work-dir", tmp_path / "whole")
     half = tmp_path / "half"
     half.mkdir()
     first = tmp_path / "whole" / "epoch_1.pth"
     (half / "epoch_1.pth").write_bytes(first.read_bytes())
     (half / "last_checkpoint").write_text(str(half / "epoch_1.pth"))
-    resumed = run_tool("train.py", config, "--work-dir", half, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    run_tool("train.py", config, "--work-dir", half, "--resume")
     ends = [
         torch.load(folder / "epoch_2.pth", map_location="cpu", weights_only=False)
         for folder in (tmp_path / "whole", half)

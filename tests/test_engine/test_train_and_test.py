@@ -24,7 +24,6 @@ def weights(path):
 def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path):
     config = write_config()
     trained = run_tool("train.py", config)
-    assert trained.returncode == 0, trained.stderr
     work = tmp_path / "work"
     summary = json.loads((work / "summary.json").read_text())
     assert set(summary["datasets"]) == {entry["name"] for entry in _mixture(config)}
@@ -37,11 +36,10 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
     files = [Path(e["data_root"], e["train"]) for e in _mixture(config)]
     for file in files:
         file.rename(f"{file}.away")
-    tested = run_tool(
+    run_tool(
         *("test.py", work / config.name, work / "epoch_2.pth"),
         *("--work-dir", tmp_path / "again"),
     )
-    assert tested.returncode == 0, tested.stderr
     for file in files:
         Path(f"{file}.away").rename(file)
     again = json.loads((tmp_path / "again" / "test_summary.json").read_text())
@@ -50,8 +48,7 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
 
     # As if it had been killed in its last evaluation, after the last checkpoint.
     (work / "summary.json").unlink()
-    resumed = run_tool("train.py", config, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    run_tool("train.py", config, "--resume")
     summary_2 = json.loads((work / "summary.json").read_text())
     assert {key: summary_2[key] for key in scores} == {k: summary[k] for k in scores}
 
@@ -68,14 +65,11 @@ def test_odd_names_train_resume_evaluate_and_predict(
     ]
     config = write_config_to(odd, mixture=mixture, name="it's")
     trained = run_tool("train.py", config)
-    assert trained.returncode == 0, trained.stderr
     assert "[red] (6), {{ (6)" in trained.stdout, trained.stdout
     written, checkpoint = odd / "work" / config.name, odd / "work" / "epoch_2.pth"
     longer = ("--resume", "--cfg-options", "max_epochs=3")
-    resumed = run_tool("train.py", written, *longer, "--work-dir", odd / "work")
-    assert resumed.returncode == 0, resumed.stderr
-    tested = run_tool("test.py", written, checkpoint, "--work-dir", odd / "again")
-    assert tested.returncode == 0, tested.stderr
+    run_tool("train.py", written, *longer, "--work-dir", odd / "work")
+    run_tool("test.py", written, checkpoint, "--work-dir", odd / "again")
     images = str(odd / "[red]" / "images")
     options = ("--dataset", "[red]", "--min-score", "0", "--draw", str(odd / "drawn"))
     assert main(["predict", str(checkpoint), images, *options]) == 0
@@ -86,23 +80,21 @@ def test_options_of_datasets_travel_with_the_checkpoint(
     write_config, run_tool, tmp_path
 ):
     config = write_config(extra="train_cfg = dict(max_epochs=1)")
-    trained = run_tool(
+    run_tool(
         *("train.py", config, "--cfg-options", "model.label_prior.source=head"),
         *("model.ignore_unannotated_classes=True", "moe=dense"),
     )
-    assert trained.returncode == 0, trained.stderr
     work = tmp_path / "work"
     state = weights(work / "epoch_1.pth")
     assert state["awareness.head.weight"].abs().sum() > 0
-    tested = run_tool(
+    run_tool(
         *("test.py", work / config.name, work / "epoch_1.pth"),
         *("--work-dir", tmp_path / "again"),
     )
-    assert tested.returncode == 0, tested.stderr
     refused = run_tool(
-        *("test.py", config, work / "epoch_1.pth"), *("--cfg-options", "moe=dense")
+        *("test.py", config, work / "epoch_1.pth", "--cfg-options", "moe=dense"),
+        status=2,
     )
-    assert refused.returncode != 0
     assert "tensors are unknown (such as awareness." in refused.stderr
 
 
@@ -115,13 +107,11 @@ def test_a_detector_that_becomes_sparse_on_the_way(write_config, run_tool, tmp_p
         "moe = dict(upcycling=dict(share=0.5), gate=dict(renormalize=True))"
     )
     whole, half = tmp_path / "whole", tmp_path / "half"
-    trained = run_tool("train.py", config, "--work-dir", whole)
-    assert trained.returncode == 0, trained.stderr
+    run_tool("train.py", config, "--work-dir", whole)
     half.mkdir()
     shutil.copy(whole / "epoch_1.pth", half)
     (half / "last_checkpoint").write_text(str(half / "epoch_1.pth"))
-    resumed = run_tool("train.py", config, "--work-dir", half, "--resume")
-    assert resumed.returncode == 0, resumed.stderr
+    run_tool("train.py", config, "--work-dir", half, "--resume")
     ours, theirs = weights(whole / "epoch_2.pth"), weights(half / "epoch_2.pth")
     assert ours.keys() == theirs.keys()
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
@@ -131,8 +121,7 @@ def test_a_detector_that_becomes_sparse_on_the_way(write_config, run_tool, tmp_p
         assert flags == [is_dense] * 2
         folder = tmp_path / f"tested_{epoch}"
         checkpoint = whole / f"epoch_{epoch}.pth"
-        tested = run_tool("test.py", config, checkpoint, "--work-dir", folder)
-        assert tested.returncode == 0, tested.stderr
+        run_tool("test.py", config, checkpoint, "--work-dir", folder)
         summary = json.loads((folder / "test_summary.json").read_text())
         assert bool(summary.get("routing_accuracy")) != is_dense
 
@@ -140,12 +129,11 @@ def test_a_detector_that_becomes_sparse_on_the_way(write_config, run_tool, tmp_p
 def test_two_processes_train_and_evaluate(write_config, run_tool, tmp_path):
     """One dataset has its own expert and comes so seldom that a rank lacks it."""
     config = write_config()
-    result = run_tool(
+    run_tool(
         "train.py",
         *(config, "--launcher", "pytorch"),
         launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
     )
-    assert result.returncode == 0, result.stderr
     summary = json.loads((tmp_path / "work" / "summary.json").read_text())
     # 12 samples per epoch over two processes of batch 2: 3 iterations, 2 epochs.
     assert summary["iterations"] == 6

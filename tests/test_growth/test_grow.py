@@ -15,7 +15,7 @@ from damex.__main__ import main
 from damex.config_files import config_of, merge_options
 from damex.engine.config import build_runner
 from damex.errors import ConfigError
-from damex.inference import Predictor
+from damex.inference.predictor import Predictor
 from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.cli.commands import app
 from damex.workbench.growth.grow import add_datasets, build_initialized

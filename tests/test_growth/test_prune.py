@@ -10,7 +10,7 @@ from mmengine.config import Config
 from damex.__main__ import main
 from damex.engine.config import build_runner, label_space_of, resolve_config
 from damex.errors import ConfigError
-from damex.inference import Predictor
+from damex.inference.predictor import Predictor
 from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.growth.grow import add_datasets
 from damex.workbench.growth.prune import _cost, drop_datasets, merge_groups

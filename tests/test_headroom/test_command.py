@@ -22,7 +22,6 @@ def test_baselines_are_trained_compared_and_resumed(tmp_path, config, run_python
     folder = tmp_path / "headroom"
     common = (config, "--work-dir", folder, "--seeds", "3")
     first = run_python("-m", "damex", "headroom", *common, "--baselines")
-    assert first.returncode == 0, first.stderr + first.stdout
     assert "together 1 trainings, 8 images" in first.stdout
     assert "No verdict" in first.stdout
     (kept,) = (folder / "dense").rglob("summary.json")
@@ -30,7 +29,6 @@ def test_baselines_are_trained_compared_and_resumed(tmp_path, config, run_python
 
     more = ("--baselines", "single", "dense_lr2", "--jobs", "2")
     second = run_python("-m", "damex", "headroom", *common, *more)
-    assert second.returncode == 0, second.stderr + second.stdout
     assert "4 runs, 1 finished before; 2 at a time" in second.stdout
     assert kept.stat().st_mtime_ns == before
     assert "(a guess from a single seed)" in second.stdout
@@ -48,8 +46,7 @@ def test_baselines_are_trained_compared_and_resumed(tmp_path, config, run_python
     assert absent in (folder / "headroom.md").read_text()
 
     options = ("--baselines", "--cfg-options", "train_cfg.max_epochs=2")
-    other = run_python("-m", "damex", "headroom", *common, *options)
-    assert other.returncode == 2
+    other = run_python("-m", "damex", "headroom", *common, *options, status=2)
     assert "runs of a config that differs in train_cfg;" in other.stderr
 
 
@@ -59,8 +56,7 @@ def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
 ):
     folder = tmp_path / "headroom"
     common = (config, "--work-dir", folder, "--seeds", "3", "--baselines", "oracle")
-    first = run_python("-m", "damex", "headroom", *common)
-    assert first.returncode == 0, first.stderr + first.stdout
+    run_python("-m", "damex", "headroom", *common)
     found = json.loads((folder / "headroom.json").read_text())
     assert list(found["rows"]) == ["dense", "oracle"]
     oracle = json.loads((folder / "oracle/seed3/test_summary.json").read_text())
@@ -68,7 +64,6 @@ def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
     assert found["rows"]["oracle"]["mean_ap"] == [oracle["mean_ap"]]
 
     second = run_python("-m", "damex", "headroom", *common, "--experts", "damex_best")
-    assert second.returncode == 0, second.stderr + second.stdout
     assert "finished before" not in second.stdout  # nothing is left to run
     scored = json.loads((folder / "headroom.json").read_text())
     assert list(scored["rows"]) == ["dense", "oracle", "damex_best"]

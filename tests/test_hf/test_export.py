@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from damex.__main__ import main
 from damex.datasets.label_space import LabelSpace
 from damex.errors import ConfigError
-from damex.inference import Predictor
+from damex.inference.predictor import Predictor
 from damex.inference.stored import DetectorCheckpoint
 
 pytest.importorskip("transformers", reason="needs the extra hf")

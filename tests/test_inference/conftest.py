@@ -10,7 +10,7 @@ from mmengine.config import Config
 from PIL import Image
 
 from damex.datasets.label_space import LabelSpace
-from damex.inference import Prediction, Predictor
+from damex.inference.predictor import Prediction, Predictor
 
 SPACE = LabelSpace(
     classes=("car", "person", "dog", "kite"),

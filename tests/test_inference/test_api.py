@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from mmdet.registry import MODELS as DETECTORS
 from mmengine.logging import MMLogger
 from PIL import Image
 
@@ -98,24 +99,14 @@ def test_a_config_of_folders_is_the_shipped_detector_on_these_datasets(model):
 @pytest.mark.parametrize(
     "model", [k for k, m in MODELS.items() if not m.config.startswith("hf/")]
 )
-def test_the_help_shows_the_parameters_of_a_model(model, build_of_folders):
-    detector = build_of_folders(model)
+def test_the_help_shows_the_parameters_of_a_model(model):
+    cfg = config_of_folders({"fish": "data/fish"}, model)
+    cfg.model.bbox_head.num_classes = 80
+    cfg.model.backbone.pop("init_cfg", None)
+    cfg.model.backbone.pop("pretrained", None)
+    detector = DETECTORS.build(cfg.model)
     millions = sum(p.numel() for p in detector.parameters()) / 1e6
     assert millions == pytest.approx(MODELS[model].parameters, rel=0.02)
-
-
-@pytest.fixture
-def build_of_folders():
-    from mmdet.registry import MODELS as REGISTRY
-
-    def make(model):
-        cfg = config_of_folders({"fish": "data/fish"}, model)
-        cfg.model.bbox_head.num_classes = 80
-        cfg.model.backbone.pop("init_cfg", None)
-        cfg.model.backbone.pop("pretrained", None)
-        return REGISTRY.build(cfg.model)
-
-    return make
 
 
 def test_an_unknown_model_gets_a_suggestion():

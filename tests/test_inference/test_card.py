@@ -18,7 +18,7 @@ import damex
 from damex.__main__ import main
 from damex.engine.model_folder import read_model_folder, write_model_folder
 from damex.errors import ConfigError, DataError
-from damex.inference import Predictor
+from damex.inference.predictor import Predictor
 from damex.inference.stored import DetectorCheckpoint
 from damex.inference.trust import read_literals
 from damex.workbench.card import plain

@@ -18,8 +18,8 @@ from torch import nn
 import damex
 from damex.__main__ import main
 from damex.errors import ConfigError
-from damex.inference import Predictor
 from damex.inference.media import Inputs
+from damex.inference.predictor import Predictor
 from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.export import onnx_graph
 from damex.workbench.export.dense_experts import voted_detector

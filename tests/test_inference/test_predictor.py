@@ -15,8 +15,9 @@ from damex.__main__ import main
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.pixels import to_8_bits
 from damex.errors import ConfigError, DataError
-from damex.inference import Predictor, media
+from damex.inference import media
 from damex.inference.media import frames_of
+from damex.inference.predictor import Predictor
 from damex.models.insertion import moe_blocks
 from tests.test_inference.conftest import BEST, SPACE
 

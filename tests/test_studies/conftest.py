@@ -3,10 +3,16 @@
 from importlib import import_module
 
 import pytest
+import torch
 
 from studies.harness import Session
 
 VARIANTS = ("data of seed", "released code")
+
+
+@pytest.fixture
+def generator():
+    return torch.Generator().manual_seed(0)
 
 
 @pytest.fixture(scope="module")

@@ -19,11 +19,6 @@ MIXING = Mixing(dims=32, num_experts=4, hidden_dims=3, clusters=4, num_samples=6
 
 
 @pytest.fixture
-def generator():
-    return torch.Generator().manual_seed(0)
-
-
-@pytest.fixture
 def task(generator):
     return draw_mixture(MIXING, 4, shared=False, generator=generator)
 

@@ -11,11 +11,6 @@ pytestmark = pytest.mark.studies
 LAW = Strengths(alpha=(0.5, 2.0), beta=(1.0, 2.0), gamma=(0.5, 3.0), noise_std=2.0)
 
 
-@pytest.fixture
-def generator():
-    return torch.Generator().manual_seed(0)
-
-
 def coordinates(task, samples):
     """Length of every patch along every signal and every centre, (B, P, K) each."""
     return (

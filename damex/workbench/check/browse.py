@@ -7,7 +7,7 @@ import io
 import math
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -60,10 +60,9 @@ def browse(
     with Bar() as progress:
         views, notes = _read(cfg, progress, num_samples=samples, seed=seed)
         colors = palette(dict.fromkeys(name for view in views for name in view.counts))
-        tiles: dict[str, list[tuple[str, Any]]] = {}
+        tiles: dict[str, list[tuple[str, Any]]] = defaultdict(list)
         for view in views:
             progress.begin(f"draw {view.title}", len(view.samples))
-            tiles[view.title] = []
             for sample in view.samples:
                 tiles[view.title].append((sample.name, draw_tile(sample, colors)))
                 progress.step()

@@ -18,7 +18,6 @@ from typing import Any
 from PIL import Image
 from rich.console import Console
 
-import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.datasets.image_files import IMAGE_SUFFIXES, list_files
 from damex.engine.console import filter_console
 from damex.errors import ConfigError, DataError, printable

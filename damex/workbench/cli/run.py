@@ -216,6 +216,6 @@ def problem_of_config(error: Exception) -> str | None:
         return None
     text = f"{type(error).__name__}: {text}"
     if inside:
-        built = getattr(inside[0][1], "co_qualname", inside[0][0])  # from Python 3.11
+        built = inside[0][1].co_qualname
         text = f"{built.removesuffix('.__init__')} cannot be built: {text}"
     return f"{text} (see the config)"

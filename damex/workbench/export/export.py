@@ -18,7 +18,6 @@ import cv2
 import numpy as np
 import torch
 
-import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex import __version__
 from damex.datasets.pixels import read_pixels
 from damex.engine.console import filter_console
