@@ -121,9 +121,7 @@ def launch_processes() -> Callable[..., None]:
 def run_python() -> Callable[..., subprocess.CompletedProcess]:
     """Run python with arguments in a process of its own, which ends with ``status``."""
 
-    def run(
-        *arguments: Any, status: int = 0, **kwargs: Any
-    ) -> subprocess.CompletedProcess:
+    def run(*arguments: Any, status: int = 0, **kwargs: Any) -> Any:
         done = subprocess.run(
             [sys.executable, *map(str, arguments)],
             env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},

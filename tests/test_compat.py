@@ -513,25 +513,3 @@ def test_nms_of_limits_pixels_nothing_and_half_precision(monkeypatch):
     assert (dets.shape, none.dtype, len(none)) == ((0, 5), torch.int64, 0)
     boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 2]]).half()
     assert ops.nms(boxes, torch.tensor([0.1, 0.2]).half(), 0.5)[1].tolist() == [1]
-
-
-@pytest.mark.parametrize(
-    ("method", "least", "scores", "kept"),
-    [
-        # Boxes 0 and 1 share 2 of 4: 0.5. Box 2 is alone.
-        ("naive", 1e-3, [0.9, 0.4], [0, 2]),
-        ("linear", 1e-3, [0.9, 0.4, 0.8 * (1 - 0.5)], [0, 2, 1]),
-        ("linear", 0.400001, [0.9, 0.4], [0, 2]),
-        # exp(-0.5 ** 2 / 0.5) = exp(-0.5) = 0.60653
-        ("gaussian", 1e-3, [0.9, 0.8 * 0.60653, 0.4], [0, 1, 2]),
-    ],
-)
-def test_soft_nms_by_hand(monkeypatch, method, least, scores, kept):
-    ops = wrapper("nms", monkeypatch)
-    boxes = torch.tensor([[0.0, 0, 2, 2], [0, 0, 2, 1], [5, 5, 6, 6]])
-    start = torch.tensor([0.9, 0.8, 0.4 + 1e-5])
-    settings = dict(iou_threshold=0.3, sigma=0.5, min_score=least, method=method)
-    dets, inds = ops.soft_nms(boxes, start, **settings)
-    assert inds.tolist() == kept
-    assert dets[:, 4].tolist() == pytest.approx(scores, abs=1e-4)
-    torch.testing.assert_close(dets[:, :4], boxes[inds])

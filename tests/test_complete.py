@@ -576,6 +576,7 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     options = ["mixture.0.rename={cat: kitty}", "mixture.1.weight=2.0", "moe=dense"]
     settings = dict(data=[*folders.values()], model=None, device="cpu")
     settings.update(work_dir=str(tmp_path / "run"), cfg_options=options)
+    settings["tile"] = ["cats=32"]
     train_completed(**settings, epochs=None)
     first, between, second = commands
     assert first[first.index("--epochs") + 1] == "2"  # half of the template's
@@ -587,7 +588,8 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     done = [f"{name}={tmp_path / 'run' / 'completed' / name}" for name in folders]
     assert second[2:4] == done
     assert first[-3:] == options
-    assert second[-3:] == [*options[1:], option_of("load_from", str(teacher))]
+    seen = ["mixture.0.tile=32", option_of("load_from", str(teacher))]
+    assert second[-4:] == [*options[1:], *seen]
     train_completed(**settings, epochs=None)
     assert len(commands) == 4  # the last training alone
     with pytest.raises(ConfigError, match="was begun with other settings"):

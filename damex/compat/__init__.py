@@ -29,7 +29,7 @@ COMPILE_COMMAND = (
     "--no-binary onedl-mmcv onedl-mmcv"
 )
 # Ops with a torch version in `damex.compat.kernels`, most as _forward and _backward.
-OPS = ("nms", "roi_align", "sigmoid_focal_loss", "softnms")
+OPS = ("nms", "roi_align", "sigmoid_focal_loss")
 # Prefixes of the modules that import mmcv ops with a fallback.
 USERS = ("mmdet.", "mmcv.cnn.")
 

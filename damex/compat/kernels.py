@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 GPU = "cuda"  # the type of device on which attention is fused, or recomputed
 AVERAGE = 1  # pool_mode of roi_align
-NAIVE, LINEAR = 0, 1  # method of softnms; 2 is Gaussian
 
 
 def deformable_attention(
@@ -223,60 +222,8 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
     ``boxes`` are x1, y1, x2, y2, ``(boxes, 4)``. ``offset`` is 1 if x2 and y2 are the
     last pixel of a box, 0 if they are its edge.
     """
-    return _torchvision_ops().nms(
-        _with_edges(_widen(boxes), offset), _widen(scores), iou_threshold
-    )
-
-
-def softnms(
-    boxes: Tensor,
-    scores: Tensor,
-    dets: Tensor,
-    iou_threshold: float,
-    sigma: float,
-    min_score: float,
-    method: int,
-    offset: int,
-) -> Tensor:
-    """Soft-NMS (arXiv 1704.04503): lower the scores of overlapping boxes.
-
-    ``boxes`` are x1, y1, x2, y2, ``(boxes, 4)``. The first rows of ``dets``, ``(boxes,
-    5)``, are filled with box and new score, best first. The naive (0) and linear (1)
-    methods act from ``iou_threshold``; ``sigma`` is the width of the Gaussian (2).
-    Boxes whose score falls below ``min_score`` are dropped.
-
-    Returns:
-        Indices into ``boxes`` of the filled rows, ``(kept,)``.
-    """
-    box_iou = _torchvision_ops().box_iou
-    edges = _with_edges(boxes, offset)
-    left = torch.arange(len(boxes))
-    current = scores.clone()
-    kept: list[int] = []
-    while len(left):
-        best = int(left[current[left].argmax()])
-        dets[len(kept)] = torch.cat((boxes[best], current[best, None]))
-        kept.append(best)
-        left = left[left != best]
-        overlap = box_iou(edges[best, None], edges[left])[0]
-        current[left] *= _decay(overlap, iou_threshold, sigma, method)
-        left = left[current[left] >= min_score]
-    return torch.tensor(kept, dtype=torch.long)
-
-
-def _decay(overlap: Tensor, iou_threshold: float, sigma: float, method: int) -> Tensor:
-    """Score factors of boxes that overlap a better one."""
-    # Boxes without area have an IoU of nan, which is not above a threshold.
-    if method == NAIVE:
-        return torch.where(overlap >= iou_threshold, 0, torch.ones_like(overlap))
-    if method == LINEAR:
-        return torch.where(overlap >= iou_threshold, 1 - overlap, 1)
-    return torch.exp(-overlap.square() / sigma)
-
-
-def _with_edges(boxes: Tensor, offset: int) -> Tensor:
-    """Move x2 and y2 from the last pixel to the edge, if `offset` is 1."""
-    return boxes + boxes.new_tensor([0, 0, offset, offset])
+    edges = _widen(boxes) + boxes.new_tensor([0, 0, offset, offset])
+    return _torchvision_ops().nms(edges, _widen(scores), iou_threshold)
 
 
 def roi_align_forward(

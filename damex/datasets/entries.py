@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -179,6 +180,21 @@ def read_folder(entry: Mapping[str, Any]) -> Conversion:
         except (ConfigError, DataError) as error:
             raise type(error)(f"dataset {entry['name']!r}: {error}") from error
     return known[key]
+
+
+def entry_of_folder(
+    name: str, root: str | os.PathLike[str], known: Iterable[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """A mixture entry for a folder, read as the ``known`` entry of its name was.
+
+    Another folder than that of the entry keeps ``classes``, which may number them.
+    """
+    entry = next((dict(one) for one in known if one.get("name") == name), {})
+    place = Path(root).expanduser().resolve()
+    if entry.get("root") and Path(entry["root"]).expanduser().resolve() == place:
+        return entry
+    kept = {key: entry[key] for key in entry.keys() & {"classes"}}
+    return dict(name=name, root=str(root), **kept)
 
 
 def problem_of_format(name: str | None) -> str | None:

@@ -323,9 +323,10 @@ class MixtureDataset(Dataset):
         own = tuple(self.label_space.dataset_classes[dataset_id])
         if isinstance(spec.train, Mapping) and len(own) < len(spec.own_classes):
             spec = replace(spec, classes=own)  # a label file leaves the others out
-        if self.test_mode and spec.root and {*spec.own_classes} <= {*own}:
+        if self.test_mode and spec.root is not None:
             # Another folder than the one of the training may lack objects of a class.
-            own = tuple(name for name in own if name in spec.own_classes)
+            found = {*spec.conversion.summary.classes}
+            own = tuple(n for n in own if n in found or not found <= {*own})
         complete = partial(self._complete, spec=spec, own=own)
         try:
             dataset = DATASETS.build(

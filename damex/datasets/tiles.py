@@ -10,11 +10,12 @@ Axes: K boxes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mmcv.transforms import BaseTransform
 from mmdet.registry import TRANSFORMS
+from mmdet.structures import DetDataSample
 from mmengine.structures import InstanceData
 from torch import Tensor
 from torchvision.ops import batched_nms
@@ -22,6 +23,7 @@ from torchvision.ops import batched_nms
 from damex.errors import ConfigError
 
 MERGE_IOU = 0.5  # of two detections of a class with a higher IoU, the better one stays
+INSTANCES = ("pred_instances", "dataset_instances")
 MIN_VISIBLE = 0.4  # smallest part of a box in a window that makes it a label
 
 
@@ -110,7 +112,7 @@ def joined(parts: Sequence[Any]) -> Any:
     detections, which have nothing to be merged with.
     """
     whole = parts[0].clone()
-    for key in ("pred_instances", "dataset_instances"):
+    for key in INSTANCES:
         if key not in whole:
             continue
         found = InstanceData.cat([_in_image(part, part.get(key)) for part in parts])
@@ -118,6 +120,17 @@ def joined(parts: Sequence[Any]) -> Any:
             found = found[merged(found.bboxes, found.scores, found.labels)]
         whole.set_field(found, key)
     return whole
+
+
+def joined_records(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As `joined`, for the data samples of many images as dicts (``to_dict``)."""
+    images: dict[tuple[Any, ...], list[DetDataSample]] = {}
+    for one in records:
+        found = {key: InstanceData(**one[key]) for key in INSTANCES if key in one}
+        meta = {key: one[key] for key in one.keys() - found}
+        place = (one.get("dataset_name"), one["img_path"])
+        images.setdefault(place, []).append(DetDataSample(metainfo=meta, **found))
+    return [joined(parts).to_dict() for parts in images.values()]
 
 
 def _in_image(sample: Any, found: Any) -> Any:

@@ -328,7 +328,7 @@ class MixtureRunner(Runner):
     ) -> None:
         """Save the whole atomically; called on every process, written by the first."""
         with whole_detector(self):
-            if self.rank != 0 or not is_local(out_dir, *args[:1], **kwargs):
+            if self.rank != 0 or not is_local(out_dir, **kwargs):
                 super().save_checkpoint(out_dir, filename, *args, **kwargs)
                 return
             with atomic_write(Path(out_dir) / filename) as part:
@@ -383,6 +383,8 @@ class MixtureRunner(Runner):
                 )
         for note in filter(None, notes):
             self.logger.warning(f"{filename}: {note}")
+        if "state_dict" not in checkpoint:  # which EMAHook reads
+            checkpoint = dict(state_dict=checkpoint)
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         checkpoint = _load_checkpoint_to_model(
             model, checkpoint, strict, revise_keys=[*revise_keys]

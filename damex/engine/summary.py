@@ -342,7 +342,6 @@ def draw_detections(
     samples: Mapping[str, Sequence[DetDataSample]],
     dataset_meta: Mapping[str, Any],
     *,
-    min_score: float = 0.3,
     size: int = 384,
 ) -> Figure:
     """Draw a row of images per dataset: annotations left, detections right.
@@ -351,7 +350,6 @@ def draw_detections(
         samples: Predictions by dataset, with annotations in the metainfo as
             ``ground_truth`` (see MixtureDataset).
         dataset_meta: ``classes``, and optionally ``palette``.
-        min_score: Confidence below which detections are not drawn.
         size: Longer side of the drawn images, in pixels.
     """
     visualizer = DetLocalVisualizer(name="summary")
@@ -369,7 +367,7 @@ def draw_detections(
             height, width = (max(1, round(scale * side)) for side in image.shape[:2])
             large = mmcv.imresize(image, (width, height))
             drawn = _scaled(sample, scale, large.shape)
-            visualizer.add_datasample(name, large, drawn, pred_score_thr=min_score)
+            visualizer.add_datasample(name, large, drawn, pred_score_thr=0.3)
             panel.imshow(visualizer.get_image())
     return figure
 

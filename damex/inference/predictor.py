@@ -14,7 +14,6 @@ from typing import Any, Literal
 import numpy as np
 from mmengine.device import get_device
 
-from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import TYPES, is_tile
 from damex.datasets.tiles import joined
 from damex.errors import (
@@ -93,6 +92,7 @@ class Prediction:
         )
 
 
+Skip = Callable[[DataError], Any] | None
 Tile = int | Literal["auto"] | None  # side of windows; that of the training; none
 
 
@@ -143,7 +143,7 @@ class Predictor:
         self._stored = DetectorCheckpoint.read(str(checkpoint), trust=trust)
         self.tile_of = self._stored.tile_of
         self._detector = self._stored.build(device or get_device())
-        space = self._stored.space
+        self.label_space = space = self._stored.space
         self.classes = space.classes
         self.datasets = {
             name: tuple(space.classes[label] for label in space.valid_labels(number))
@@ -156,7 +156,7 @@ class Predictor:
 
     def _auto_note(self, checkpoint: str | Path) -> str | None:
         """Say if all classes are detected, or whole images seen in place of windows."""
-        space, notes = self._stored.space, []
+        space, notes = self.label_space, []
         groups = [list(self.datasets)]
         if self.can_tell:
             groups = [self._members(g) for g in range(len(space.group_names))]
@@ -174,11 +174,6 @@ class Predictor:
                     "it sees whole images: name the dataset, or the side (tile)."
                 )
         return printable(" ".join(notes)) if notes else None
-
-    @property
-    def label_space(self) -> LabelSpace:
-        """The classes of the mixture, and those of each dataset."""
-        return self._stored.space
 
     @property
     def mixture(self) -> list[dict[str, Any]]:
@@ -228,13 +223,13 @@ class Predictor:
         *,
         tile: Tile = "auto",
         keep_images: bool = False,
-        skip: Callable[[DataError], Any] | None = None,
+        skip: Skip = None,
     ) -> Iterator[Prediction]:
         """Detect objects as :meth:`__call__` does, yielding one image at a time.
 
-        ``skip`` is called with the error of an unreadable image, which is then left
-        out; by default the error is raised. With ``keep_images``, predictions hold
-        their pixels.
+        ``skip`` is called with the error of an unusable image, which is then left out;
+        by default the error is raised. With ``keep_images``, predictions hold their
+        pixels.
         """
         check_number("Predictor", "in [0, 1]", min_score=min_score)
         check_sizes("Predictor", batch_size=batch_size)
@@ -247,7 +242,9 @@ class Predictor:
             warnings.warn(self.auto_note, stacklevel=3)
         choice = self._choose(dataset)
         packed = self._packed(images, choice, skip)
-        return self._detect(packed, choice, tile, min_score, batch_size, keep_images)
+        return self._detect(
+            packed, choice, tile, min_score, batch_size, keep_images, skip
+        )
 
     def evaluate(
         self,
@@ -282,7 +279,7 @@ class Predictor:
             split=split,
             test_mode=True,
             pipeline=self._stored.pipeline,
-            label_space=self._stored.space.to_metainfo(),
+            label_space=self.label_space.to_metainfo(),
         )
         sampler = dict(type="DefaultSampler", shuffle=False)
         loader = dict(
@@ -305,13 +302,15 @@ class Predictor:
         min_score: float,
         batch_size: int,
         keep_images: bool,
+        skip: Skip,
     ) -> Iterator[Prediction]:
         """Predictions of preprocessed images."""
         while batch := list(islice(packed, batch_size)):
             side = self._side(tile, choice)
             is_told = choice.dataset is not None and side is not None
-            wholes = [None] * len(batch) if is_told else self._run(batch, choice)
-            for whole, one in zip(wholes, batch, strict=True):
+            rows: Iterable[Any] = ((one, None) for one in batch)
+            rows = rows if is_told else self._run_each(batch, choice, skip)
+            for one, whole in rows:
                 image = as_rgb(one["pixels"]) if keep_images else None
                 chosen, sample = choice, whole
                 if choice.labels is None:  # as the image was found to be
@@ -324,6 +323,23 @@ class Predictor:
                         posterior = whole.metainfo.get("group_posterior", ())
                         sample.set_metainfo(dict(group_posterior=posterior))
                 yield self._prediction(sample, chosen, min_score, image)
+
+    def _run_each(
+        self, batch: list[dict[str, Any]], choice: _Choice, skip: Skip
+    ) -> Iterator[tuple[dict[str, Any], Any]]:
+        """Images that the detector can take, and their data samples."""
+        try:
+            yield from zip(batch, self._run(batch, choice), strict=True)
+        except DataError as error:  # of an image, for instance one with too few cells
+            if len(batch) > 1:
+                for one in batch:
+                    yield from self._run_each([one], choice, skip)
+                return
+            path = batch[0]["data_samples"].metainfo.get("img_path")
+            named = DataError(f"{path or 'an image'}: {error}")
+            if skip is None:
+                raise named from error
+            skip(named)
 
     def _run(self, batch: Sequence[Mapping[str, Any]], choice: _Choice) -> list[Any]:
         """Run the detector; returns data samples."""
@@ -345,7 +361,7 @@ class Predictor:
 
     def _choose(self, dataset: str) -> _Choice:
         """Resolve the ``dataset`` argument."""
-        space = self._stored.space
+        space = self.label_space
         every = list(range(space.num_classes))
         if dataset == "auto" and not self.can_tell:
             dataset = "all" if len(self.datasets) > 1 else next(iter(self.datasets))
@@ -356,20 +372,20 @@ class Predictor:
             several: dict[str, Any] = dict(labels_by_group=groups)
             tile = self.tile_of(space.dataset_names)
             return _Choice(several if self.can_tell else {}, every, tile=tile)
-        number = self._stored.space.dataset_id(dataset)
+        number = self.label_space.dataset_id(dataset)
         meta, tile = dict(group_id=space.group_id(number)), self.tile_of([dataset])
         return _Choice(meta, space.valid_labels(number), dataset, tile)
 
     def _of_group(self, group: int) -> _Choice:
         """The choice of a dataset group that an image was found to be of."""
-        space, tile = self._stored.space, self.tile_of(self._members(group))
+        space, tile = self.label_space, self.tile_of(self._members(group))
         labels, name = space.labels_by_group()[group], space.group_names[group]
         return _Choice(dict(group_id=group), labels, name, tile)
 
     def _members(self, group: int) -> list[str]:
         """Names of the datasets of a group."""
         rows = enumerate(self.datasets)
-        return [name for n, name in rows if self._stored.space.group_id(n) == group]
+        return [name for n, name in rows if self.label_space.group_id(n) == group]
 
     @staticmethod
     def _side(tile: Tile, choice: _Choice) -> int | None:
@@ -380,7 +396,7 @@ class Predictor:
         self,
         images: Iterable[Picture],
         choice: _Choice,
-        skip: Callable[[DataError], Any] | None,
+        skip: Skip,
     ) -> Iterator[dict[str, Any]]:
         """Preprocessed inputs of the detector."""
         for image in images:
@@ -397,7 +413,7 @@ class Predictor:
         self, sample: Any, choice: _Choice, min_score: float, image: np.ndarray | None
     ) -> Prediction:
         """Convert a data sample to a prediction."""
-        space = self._stored.space
+        space = self.label_space
         posterior = sample.metainfo.get("group_posterior", ())
         probabilities = dict(zip(space.group_names, posterior, strict=False))
         found, allowed = sample.pred_instances, choice.labels or []

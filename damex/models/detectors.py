@@ -6,8 +6,10 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from mmdet.models.dense_heads import DDQDETRHead
 from mmdet.models.detectors import (
     DABDETR,
     DDQDETR,
@@ -18,6 +20,7 @@ from mmdet.models.detectors import (
 )
 from mmdet.registry import MODELS
 from mmengine.logging import print_log
+from mmengine.structures import InstanceData
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -396,8 +399,10 @@ class MoEDDQDETR(RoutedDetector, DDQDETR):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        dense = self.bbox_head.aux_loss_for_dense
-        self.bbox_head.aux_loss_for_dense = DenseQueryLoss(train_cfg=dense.train_cfg)
+        head = self.bbox_head
+        dense = head.aux_loss_for_dense
+        head.aux_loss_for_dense = DenseQueryLoss(train_cfg=dense.train_cfg)
+        head._predict_by_feat_single = partial(_all_distinct, head)
 
     def pre_decoder(self, *args: Any, **kwargs: Any) -> tuple[dict, dict]:
         """Prepare the decoder's queries; fillers are masked out."""
@@ -407,6 +412,17 @@ class MoEDDQDETR(RoutedDetector, DDQDETR):
         if meta is not None:
             inputs["num_auxiliary"] = meta["num_dense_queries"]
         return inputs, head_inputs
+
+
+def _all_distinct(head: DDQDETRHead, scores_QC: Tensor, *args: Any) -> InstanceData:
+    """The detections of an image, where fewer queries than ``max_per_img`` are left."""
+    asked, most = head.test_cfg, scores_QC.numel()
+    limit = min(asked.get("max_per_img", len(scores_QC)), most)
+    head.test_cfg = {**asked, "max_per_img": limit}
+    try:
+        return type(head)._predict_by_feat_single(head, scores_QC, *args)
+    finally:
+        head.test_cfg = asked
 
 
 @MODELS.register_module()

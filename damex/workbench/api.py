@@ -26,6 +26,7 @@ from logging import WARNING, StreamHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from damex.datasets.entries import entry_of_folder
 from damex.errors import ConfigError
 from damex.options import option_of
 from damex.workbench.zero_config import folder_name, named_folders, run_name
@@ -317,8 +318,8 @@ class Detector:
                 whole images. ``auto``: that of the dataset in training.
 
         Raises:
-            ConfigError: If the dataset is unknown, or there is no image.
-            DataError: If an image cannot be read.
+            ConfigError: If the dataset is unknown.
+            DataError: If there is no image, or one cannot be read.
         """
         from damex.inference.media import as_several
         from damex.workbench.cli.predict import find_images
@@ -350,10 +351,10 @@ class Detector:
         Args:
             data: Folder of a dataset; by default all datasets of the training. Without
                 splits, ``val`` is the tenth that a training would hold out.
-            dataset: The dataset of the training that the folder belongs to: its classes
-                and experts are used. By default the one of the folder's name, or the
-                only one.
-            split: ``val``, ``test`` or ``train``.
+            dataset: The dataset of the training that the folder belongs to, whose
+                classes are scored; as in all evaluations, the router chooses the
+                experts. By default the one of the folder's name, or the only one.
+            split: ``val``, ``train`` or ``test``, which is ``val`` where it is missing.
             batch_size: Images per forward pass.
             classwise: Whether to score each class, and to count which dataset's images
                 went to the experts of which dataset.
@@ -376,7 +377,7 @@ class Detector:
                     f"the detector knows no dataset {name!r}; set dataset= to one of "
                     f"{', '.join(self.datasets)}."
                 )
-            entries = [dict(name=name, root=str(folder))]
+            entries = [entry_of_folder(name, folder, self._predictor.mixture)]
         with _quiet():
             found = self._predictor.evaluate(
                 entries, split=split, batch_size=batch_size, classwise=classwise

@@ -173,10 +173,7 @@ def record_routes(
 
 
 def _loaded(
-    inputs: Inputs,
-    rows: Sequence[Row],
-    problems: list[str],
-    advance: Callable[[], Any],
+    inputs: Inputs, rows: Sequence[Row], problems: list[str], advance: Callable[[], Any]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Row index and detector input of each readable image, or of its windows."""
     for number, row in enumerate(rows):

@@ -384,20 +384,19 @@ def test_formats_that_are_not_read_are_named(folder, read, file, content, name):
         read(folder("images/a.jpg", {file: content}))
 
 
-def test_masks_are_not_read(folder, read):
-    with pytest.raises(ConfigError, match=r"SegmentationClass/a\.png is in the format"):
-        read(folder("JPEGImages/a.jpg SegmentationClass/a.png"))
+MASKS = "JPEGImages/a.jpg SegmentationClass/a.png"
+FOREIGN = {"labels/0.txt": CAT_LINE, "notes.json": {"categories": []}}
+SIX = {"a.txt": f"{CAT_LINE} 0.78", "data.yaml": "train: .\nnames: [cat]"}
 
 
-def test_label_files_that_no_image_is_named_like(folder, read):
-    files = {"labels/0.txt": CAT_LINE, "notes.json": {"categories": []}}
-    with pytest.raises(
-        ConfigError, match=r"1 label files such as labels/0\.txt, but no"
-    ):
-        read(folder("images/0_7436.jpeg", files))
-
-
-def test_a_sixth_number_of_yolo_may_be_an_angle(folder, read):
-    files = {"a.txt": f"{CAT_LINE} 0.78", "data.yaml": "train: .\nnames: [cat]"}
-    with pytest.raises(DataError, match=r"confidence of a detection.* or the angle"):
-        read(folder("a.jpg", files))
+@pytest.mark.parametrize(
+    ("images", "files", "error"),
+    [
+        (MASKS, {}, r"SegmentationClass/a\.png is in the format"),
+        ("images/0_7436.jpeg", FOREIGN, r"1 label files such as labels/0\.txt, but no"),
+        ("a.jpg", SIX, r"confidence of a detection.* or the angle"),
+    ],
+)
+def test_labels_that_are_no_boxes_of_images(folder, read, images, files, error):
+    with pytest.raises((ConfigError, DataError), match=error):
+        read(folder(images, files))

@@ -10,6 +10,7 @@ import pytest
 from mmdet.datasets import CocoDataset, VOCDataset
 
 from damex.datasets.coco_records import read_coco
+from damex.datasets.entries import entry_of_folder
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
 
@@ -256,3 +257,12 @@ def test_files_that_are_not_coco(tmp_path, content, fault):
     for read in (lambda: read_coco(file, "cars"), lambda: spec.own_classes):
         with pytest.raises(DataError, match=f"dataset 'cars': {file}: .*{fault}"):
             read()
+
+
+def test_a_folder_of_the_training_is_read_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    trained = dict(name="a", root="one", val="test.json", classes=["x"])
+    assert entry_of_folder("a", tmp_path / "one", [trained]) == trained
+    other = dict(name="a", root="two", classes=["x"])
+    assert entry_of_folder("a", "two", [trained]) == other
+    assert entry_of_folder("b", "one", [trained]) == dict(name="b", root="one")

@@ -13,6 +13,7 @@ from mmdet.engine.hooks import DetVisualizationHook
 from mmdet.registry import TRANSFORMS
 from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes
+from mmengine import fileio
 from mmengine.config import Config
 from mmengine.structures import InstanceData
 from mmengine.visualization import Visualizer
@@ -373,7 +374,12 @@ def test_a_training_on_windows_is_scored_on_images(config, tmp_path, capfd):
     assert "trained on street (5, tile=24), park (3)" in said
     assert "tile='auto' of park is whole images: " in said
     files = [str(next(work.glob("*.py"))), str(work / "epoch_1.pth")]
-    assert main(["test", *files, "--work-dir", str(work)]) == 0
+    found = work / "found.pkl"
+    assert main(["test", *files, "--work-dir", str(work), "--out", str(found)]) == 0
+    rows = fileio.load(str(found))
+    assert len({one["img_path"] for one in rows}) == len(rows) == 8
+    right = [one["pred_instances"]["bboxes"][:, 2].max() for one in rows]
+    assert 24 < max(right) <= 48  # in pixels of images, not of windows
     tested = json.loads((work / "test_summary.json").read_text())["datasets"]
     assert {name: row["images"] for name, row in tested.items()} == dict(
         street=5, park=3

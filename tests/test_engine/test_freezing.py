@@ -103,7 +103,10 @@ def test_what_gates_write_down_is_kept(build, make_batch, run_loss, total, moe, 
     hook.before_train(runner)
     for step in range(3):
         detector.train()
+        detector.begin_step(iteration=step, max_iters=3)
         hook.before_train_iter(runner, step)
+        for name, value in detector.named_buffers():
+            assert torch.equal(value, before[name]), name
         optimizer.zero_grad()
         total(run_loss(detector, make_batch([0, 1]), iteration=step)).backward()
         optimizer.step()

@@ -208,6 +208,9 @@ def test_a_checkpoint_of_other_experts_says_so(make_runner, warnings_of_runners)
     trained.save_checkpoint(trained.work_dir, "damex.pth", by_epoch=False, **states)
     path = f"{trained.work_dir}/damex.pth"
     make_runner(load_from=path).test()
+    plain = f"{trained.work_dir}/weights.pth"  # as check_names advises
+    torch.save(trained.model.state_dict(), plain)
+    make_runner(load_from=plain, custom_hooks=[dict(type="EMAHook")]).test()
     assert not any("other experts" in text for text in warnings_of_runners)
     make_runner(load_from=path, moe="vanilla").test()
     (note,) = [text for text in warnings_of_runners if "other experts" in text]

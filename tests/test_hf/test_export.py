@@ -28,7 +28,13 @@ from damex.inference.media import Inputs
 from damex.workbench.export.export import detections_of_graph
 from damex.workbench.export.plain_transformers import TransformersGraph, extract_plain
 from tests.test_hf.conftest import BACKBONES, PREPROCESSOR
-from tests.test_inference.test_export import InTorch, check, mixture_graph, pictures
+from tests.test_inference.test_export import (
+    InTorch,
+    check,
+    export,
+    mixture_graph,
+    pictures,
+)
 
 PAGE = Path(__file__).parents[2] / "docs/guides/transformers.md"
 CODES = re.findall(r"```python\n(import [^`]*)```", PAGE.read_text("utf-8"))
@@ -363,12 +369,6 @@ def test_what_no_folder_holds_is_refused(save, tmp_path, capsys, dataset):
     assert export(save("d_fine timm"), tmp_path / "park", dataset=dataset) == 2
     assert re.search("cannot read .* a .onnx file", capsys.readouterr().err)
     assert not (tmp_path / "park").exists()
-
-
-def export(checkpoint, out, *more, dataset="park"):
-    named = () if dataset is None else ("--dataset", dataset)
-    words = ("export", checkpoint, *named, "--out", out, *more)
-    return main([str(word) for word in words])
 
 
 def test_the_command_writes_a_folder(save, tmp_path, capsys):

@@ -211,12 +211,9 @@ def test_a_folder_is_evaluated_as_the_dataset_of_its_name(
     assert "street" in str(found)
     with pytest.raises(ConfigError, match="name the folder, too"):
         detector.evaluate(dataset="street")
-
-
-def test_a_folder_may_lack_objects_of_a_class(save, make_coco_dataset, tmp_path):
+    # A folder may lack objects of a class; another name may be a misspelling.
     for name, classes in (("cars", ["car"]), ("people", ["car", "people"])):
         make_coco_dataset(tmp_path / name, classes=classes, num_images=3)
-    detector = damex.load(save(), device="cpu")
     found = detector.evaluate(tmp_path / "cars", dataset="street", split="train")
     assert found.datasets["street"]["images"] == 3
     with pytest.raises(DataError, match="'person'"):

@@ -240,6 +240,14 @@ def test_auxiliary_queries_of_ddq_pass_the_experts_and_teach_no_router(
     assert any(bank.w2_EHD.grad.abs().sum() > 0 for bank in experts)
 
 
+def test_ddq_may_keep_fewer_queries_than_detections_it_is_asked_for(build_mmdet):
+    head = build_mmdet("MoEDDQDETR").bbox_head
+    head.test_cfg = dict(max_per_img=9)
+    scores, boxes = torch.randn(2, 4), torch.rand(2, 4)
+    found = head._predict_by_feat_single(scores, boxes, dict(img_shape=(32, 48)), False)
+    assert len(found.scores) == 8
+
+
 def test_ddq_with_one_expert_is_the_dense_detector(build_mmdet, make_batch, run_loss):
     """Its auxiliary losses, too: those queries are not left without an FFN."""
     dense = build_mmdet("MoEDDQDETR")

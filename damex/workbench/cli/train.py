@@ -13,6 +13,7 @@ from typing import Any
 
 from mmengine.config import Config
 from mmengine.device import get_device, utils
+from mmengine.fileio import dump, load
 from mmengine.runner import Runner
 from torch import cuda
 
@@ -20,6 +21,7 @@ import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.config_files import merge_options
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
+from damex.datasets.tiles import joined_records
 from damex.engine.config import (
     build_runner,
     complete_config,
@@ -194,6 +196,8 @@ def test(
 
         runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=out))
     runner.test()
+    if out and runner.rank == 0:
+        dump(joined_records(load(out)), out)
 
 
 def add_data_check(cfg: Config) -> None:
@@ -270,21 +274,21 @@ def train_completed(
     start = config_of_folders(folders, model or "tiny")
     cfg = load_config(start, cfg_options=cfg_options)
     set_tiles(cfg, tile)
-    space, total = _checked(cfg, epochs)
+    space, total, tiles = _checked(cfg, epochs)
     if not any_missing(space):
         raise ConfigError(
             "--complete: each dataset annotates all classes of the mixture that are "
             "not kept apart, so nothing is missing; leave it out."
         )
     teacher, completed = base / "teacher", base / "completed"
-    words = dict(data=folders, model=model, epochs=total, options=[*cfg_options])
-    words |= dict(tile=[*tile]) if tile else {}
+    words = dict(data=folders, model=model, epochs=total, tile=[*tile])
+    words |= dict(options=[*cfg_options])
     _remember(base / "complete.json", words)
     given = [] if device is None else ["--device", device]
     common = [*given, *([] if model is None else ["--model", model])]
-    common += ["--tile", *tile] if tile else []
     if not (teacher / "summary.json").exists():
         half = ["--epochs", str(total // 2), "--work-dir", str(teacher)]
+        half += ["--tile", *tile] if tile else []
         settings = ["--cfg-options", *cfg_options] if cfg_options else []
         run_damex(["train", "--data", *data, *common, *half, *settings], verbose=True)
     summary = json.loads((teacher / "summary.json").read_text("utf-8"))
@@ -295,12 +299,12 @@ def train_completed(
     done = [f"{name}={completed / name}" for name in folders]
     rest = ["--epochs", str(total - total // 2), "--work-dir", str(base)]
     kept = [word for word in cfg_options if not _OF_LABELS.match(word)]
-    settings = ["--cfg-options", *kept, option_of("load_from", checkpoint)]
+    settings = ["--cfg-options", *kept, *tiles, option_of("load_from", checkpoint)]
     run_damex(["train", "--data", *done, *common, *rest, *settings], verbose=True)
 
 
-def _checked(cfg: Config, epochs: int | None) -> tuple[LabelSpace, int]:
-    """Label space and epochs of a training; ConfigError if they cannot be halved."""
+def _checked(cfg: Config, epochs: int | None) -> tuple[LabelSpace, int, list[str]]:
+    """Label space, epochs, options of windows; ConfigError if it cannot be halved."""
     cfg, _ = complete_config(cfg)
     total = epochs or cfg.train_cfg.get("max_epochs")
     if total is None or total < 2:
@@ -310,7 +314,8 @@ def _checked(cfg: Config, epochs: int | None) -> tuple[LabelSpace, int]:
         )
     space = label_space_of(cfg)
     assert space is not None  # of a config with a mixture
-    return space, total
+    sides = [(n, one.tile) for n, one in enumerate(cfg.mixture) if "tile" in one]
+    return space, total, [f"mixture.{n}.tile={side}" for n, side in sides]
 
 
 def _remember(file: Path, words: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torchvision.ops import box_iou
 
 from damex.datasets.coco_records import read_coco
+from damex.datasets.entries import entry_of_folder
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, did_you_mean, printable
@@ -110,8 +112,8 @@ def write_completed(
     ``samples`` is the number of images of each dataset on the page.
     """
     check_free(out)
-    entries = [dict(name=name, root=root) for name, root in folders.items()]
-    entries = entries or [dict(entry) for entry in teacher.mixture]
+    known = [dict(entry) for entry in teacher.mixture]
+    entries = [entry_of_folder(*one, known) for one in folders.items()] or known
     for root in (entry["root"] for entry in entries if entry.get("root")):
         if out.resolve().is_relative_to(Path(root).resolve()):
             raise ConfigError(
@@ -190,10 +192,8 @@ def _readable(
     names, found = {one.name for one in datasets}, []
     for entry in teacher.mixture:
         if entry.get("name") not in names:
-            try:
+            with suppress(ConfigError, DataError):
                 found += read_datasets([entry], teacher.known, classes)
-            except (ConfigError, DataError):
-                continue
     return found
 
 

@@ -40,10 +40,6 @@ def _files(tree: Tree) -> list[str]:
     return instances or found
 
 
-def _recognise(tree: Tree) -> str | None:
-    return some(_files(tree)) or None
-
-
 def _problem(tree: Tree) -> str | None:
     """Why the first JSON file that is nearly COCO is not."""
     for path in tree.with_suffix(".json")[:_MANY_FILES]:
@@ -186,7 +182,7 @@ def _hint(key: Any, listed: Iterable[Any]) -> str:
 COCO = Format(
     name="coco",
     looks_for="a .json with images, annotations and categories",
-    recognise=_recognise,
+    recognise=lambda tree: some(_files(tree)) or None,
     read=_read,
     problem=_problem,
 )
