@@ -30,11 +30,16 @@ ARMS = {
     "single": "one per dataset, same training in all",
     "dense_full": "one detector, 7 x training",
     "template_full": "the template as it is, 7 x training",
+    "template_dense_full": "the template without experts, 7 x training",
     "single_full": "one per dataset, 7 x training",
+    "template_single_full": "one per dataset, as the template, 7 x training",
     "partitioned": "one detector, a head per dataset",
     "damex": "`damex`: the paper's experts",
     "damex_best": "`damex_best`: the default experts",
 }
+
+# After the design of the comparison, which has no test for them.
+ADDED = ("dense_full", "template_full", "template_dense_full", "template_single_full")
 
 Scores = Sequence[float]
 
@@ -42,9 +47,9 @@ Scores = Sequence[float]
 # ---- the tables ----
 
 
-def one_or_seven(file: str = "one_or_seven") -> str:
+def one_or_seven() -> str:
     """One detector or a detector per dataset: AP and cost, for README."""
-    arms, cost = arms_of(file), stored("cost.json")
+    arms, cost = arms_of("one_or_seven"), stored("cost.json")
     lines = []
     rivals = dict(dense="dense", single="dense")  # that read as many images
     rivals |= dict(dense_full="dense_full", single_full="dense_full")
@@ -91,11 +96,10 @@ def experts_in_short() -> str:
     return markdown([*header, *last], lines)
 
 
-def real(file: str) -> str:
+def real() -> str:
     """All arms on the seven datasets, told the dataset of an image and not told."""
-    arms = arms_of(file)
-    added = ("dense_full", "template_full")  # after the design
-    tested = {name: arms[name] for name in arms if name not in added}
+    arms = arms_of("one_or_seven")
+    tested = {name: arms[name] for name in arms if name not in ADDED}
     places = verdicts(tested, "dense")  # of the arms that were predicted
     lines = [
         [
@@ -111,11 +115,6 @@ def real(file: str) -> str:
     ]
     header = ["", "seeds", "mean AP", "minus one detector [95%]", "place", "mean AP50"]
     return markdown([*header, "mean AP, not told", "pooled AP"], lines)
-
-
-def real_by_dataset(file: str) -> str:
-    """AP of each of the seven datasets by arm."""
-    return by_dataset(arms_of(file), ARMS)
 
 
 def by_dataset(arms: Arms, labels: Mapping[str, str]) -> str:
@@ -190,22 +189,10 @@ BALANCED = {
 }
 
 
-def balanced() -> Arms:
-    """Arms of images that weigh alike, and ``dense`` of the same versions."""
-    return {"dense": arms_of("tiles")["dense"], **arms_of("balanced")}
-
-
 BOTH = {
     "dense": "windows, `image_balance=0`",
     "root_tile": "windows, `image_balance=0.5`",
 }
-
-
-def both() -> Arms:
-    """Images that weigh nearly alike with windows, and windows alone."""
-    return {"dense": arms_of("tiles")["tile"], **arms_of("balanced")}
-
-
 WITH_EXPERTS = {
     "dense": "`damex_best`, `image_balance=0`",
     "root_best": "`damex_best`, `image_balance=0.5`",
@@ -213,9 +200,14 @@ WITH_EXPERTS = {
 }
 
 
-def with_experts() -> Arms:
-    """Images that weigh nearly alike with experts, and experts alone."""
-    return {"dense": arms_of("one_or_seven")["damex_best"], **arms_of("balanced")}
+# Where the arm lies that others are compared with: file and name.
+WHOLE, TILED = ("tiles", "dense"), ("tiles", "tile")
+EXPERTS = ("one_or_seven", "damex_best")
+
+
+def balanced(file: str, arm: str) -> Arms:
+    """Arms of images that weigh alike; as ``dense``, one of another experiment."""
+    return {"dense": arms_of(file)[arm], **arms_of("balanced")}
 
 
 def variants(arms: Arms, labels: Mapping[str, str], words: str) -> str:
@@ -387,7 +379,7 @@ def worlds_length() -> str:
     return markdown(["iterations", "seeds", *PAIR], lines)
 
 
-def answer(arms: Arms, name: str, base: str = "dense") -> list[str]:
+def answer(arms: Arms, name: str, base: str) -> list[str]:
     """The cells of a question: scores, difference with interval, seeds."""
     seeds = moments(arms[base], seeds=0)[2]
     counts = [str(seeds), str(moments(arms[name], seeds=seeds)[2])]
@@ -414,7 +406,7 @@ def questions() -> str:
         ("Experts on datasets that look nothing alike?", seven, both, best, real),
         ("The paper's `damex`?", seven, both, "damex", real),
         ("Windows for three datasets of small objects?", seven, tiles, "tile", windows),
-        ("`image_balance=0.5`?", seven, balanced(), "root", alike),
+        ("`image_balance=0.5`?", seven, balanced(*WHOLE), "root", alike),
         ("Both, with experts, 4,200 iterations?", seven, both, "template_full", full),
         ("RT-DETRv2, for the same time?", seven, both, "rt_detr_v2", detector),
         ("Ignore what is not labeled?", "halves of diagrams", missing, found, halves),
@@ -438,8 +430,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "one-or-seven": one_or_seven,
     "experts": experts_in_short,
     "questions": questions,
-    "seven-datasets": partial(real, "one_or_seven"),
-    "seven-datasets-by-dataset": partial(real_by_dataset, "one_or_seven"),
+    "seven-datasets": real,
+    "seven-datasets-by-dataset": lambda: by_dataset(arms_of("one_or_seven"), ARMS),
     "detectors": detectors,
     "detectors-by-dataset": detectors_by_dataset,
     "full-price": full_price,
@@ -448,14 +440,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "completing-aquarium": partial(completing, "completing_aquarium"),
     "split-labels": split_labels,
     "tiles": lambda: variants(arms_of("tiles"), TILES, "whole images"),
-    "balanced": lambda: variants(balanced(), BALANCED, "`image_balance=0`"),
-    "balanced-windows": lambda: variants(both(), BOTH, "windows alone"),
-    "balanced-windows-by-dataset": lambda: by_dataset(both(), BOTH),
+    "balanced": lambda: variants(balanced(*WHOLE), BALANCED, "`image_balance=0`"),
+    "balanced-windows": lambda: variants(balanced(*TILED), BOTH, "windows alone"),
+    "balanced-windows-by-dataset": lambda: by_dataset(balanced(*TILED), BOTH),
     "balanced-experts": lambda: variants(
-        with_experts(), WITH_EXPERTS, "`damex_best` alone"
+        balanced(*EXPERTS), WITH_EXPERTS, "`damex_best` alone"
     ),
-    "balanced-experts-by-dataset": lambda: by_dataset(with_experts(), WITH_EXPERTS),
-    "balanced-by-dataset": lambda: by_dataset(balanced(), BALANCED),
+    "balanced-experts-by-dataset": lambda: by_dataset(balanced(*EXPERTS), WITH_EXPERTS),
+    "balanced-by-dataset": lambda: by_dataset(balanced(*WHOLE), BALANCED),
     "tiles-by-dataset": lambda: by_dataset(arms_of("tiles"), TILES),
     "tiles-by-size": tiles_by_size,
     "worlds": worlds,
