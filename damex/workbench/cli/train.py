@@ -19,7 +19,6 @@ from torch import cuda
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.config_files import merge_options
-from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import parse_mixture
 from damex.datasets.tiles import joined_records
 from damex.engine.config import (
@@ -274,12 +273,7 @@ def train_completed(
     start = config_of_folders(folders, model or "tiny")
     cfg = load_config(start, cfg_options=cfg_options)
     set_tiles(cfg, tile)
-    space, total, tiles = _checked(cfg, epochs)
-    if not any_missing(space):
-        raise ConfigError(
-            "--complete: each dataset annotates all classes of the mixture that are "
-            "not kept apart, so nothing is missing; leave it out."
-        )
+    total, tiles = _checked(cfg, epochs)
     teacher, completed = base / "teacher", base / "completed"
     words = dict(data=folders, model=model, epochs=total, tile=[*tile])
     words |= dict(options=[*cfg_options])
@@ -303,8 +297,8 @@ def train_completed(
     run_damex(["train", "--data", *done, *common, *rest, *settings], verbose=True)
 
 
-def _checked(cfg: Config, epochs: int | None) -> tuple[LabelSpace, int, list[str]]:
-    """Label space, epochs, options of windows; ConfigError if it cannot be halved."""
+def _checked(cfg: Config, epochs: int | None) -> tuple[int, list[str]]:
+    """Epochs and options of windows; ConfigError if nothing is missing or to halve."""
     cfg, _ = complete_config(cfg)
     total = epochs or cfg.train_cfg.get("max_epochs")
     if total is None or total < 2:
@@ -314,8 +308,13 @@ def _checked(cfg: Config, epochs: int | None) -> tuple[LabelSpace, int, list[str
         )
     space = label_space_of(cfg)
     assert space is not None  # of a config with a mixture
+    if not any_missing(space):
+        raise ConfigError(
+            "--complete: each dataset annotates all classes of the mixture that are "
+            "not kept apart, so nothing is missing; leave it out."
+        )
     sides = [(n, one.tile) for n, one in enumerate(cfg.mixture) if "tile" in one]
-    return space, total, [f"mixture.{n}.tile={side}" for n, side in sides]
+    return total, [f"mixture.{n}.tile={side}" for n, side in sides]
 
 
 def _remember(file: Path, words: Mapping[str, Any]) -> None:
