@@ -171,7 +171,7 @@ def take_num_cp(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, in
         value = (config.get(component) or {}).get("num_cp")
         if value is None:
             continue
-        layers = config[component].get("num_layers")
+        layers = config[component].get("num_layers", 0)  # of Transformers, none
         if type(value) is not int or not -1 <= value <= layers:
             raise ConfigError(
                 f"model.{component}.num_cp, the number of layers to recompute, must be "

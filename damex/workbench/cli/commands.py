@@ -131,7 +131,7 @@ def test(
             the experts of another.
         out: Write all predictions to this pickle file.
         show: Show images with predictions in a window.
-        show_dir: Write images with predictions to this folder.
+        show_dir: Write images with predictions to this folder, below the log folder.
         wait_time: Seconds per shown image.
     """
 
