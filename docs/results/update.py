@@ -408,6 +408,14 @@ def questions() -> str:
         ("Windows for three datasets of small objects?", seven, tiles, "tile", windows),
         ("`image_balance=0.5`?", seven, balanced(*WHOLE), "root", alike),
         ("Both, with experts, 4,200 iterations?", seven, both, "template_full", full),
+        (
+            "The same, a detector per dataset?",
+            seven,
+            both,
+            "template_single_full",
+            full,
+        ),
+        ("The same, without experts?", seven, both, "template_dense_full", full),
         ("RT-DETRv2, for the same time?", seven, both, "rt_detr_v2", detector),
         ("Ignore what is not labeled?", "halves of diagrams", missing, found, halves),
         ("One name for different objects?", eight, conflict, best, worlds),
@@ -417,6 +425,9 @@ def questions() -> str:
         ("Names that agree?", eight, agree, best, why),
     ]
     bases = dict(single_full="dense_full", template_full="dense_full")
+    bases |= dict.fromkeys(
+        ("template_single_full", "template_dense_full"), "template_full"
+    )
     bases[found] = "negatives"
     lines = []
     for question, data, arms, arm, page in rows:
