@@ -94,7 +94,7 @@ def runs_of(folder: Path) -> Iterator[dict[str, Any]]:
                 )
 
 
-def collect(folder: Path, out: Path, prefix: str) -> None:
+def collect(folder: Path, out: Path, prefix: str = "") -> None:
     """Add the runs of a work directory to a file of runs."""
     content = json.loads(out.read_text("utf-8")) if out.is_file() else {"runs": []}
     runs = {(run["arm"], run["seed"]): run for run in content["runs"]}

@@ -121,9 +121,9 @@ def sample(tmp_path):
 META = dict(classes=("cat", "dog"), palette=[(255, 0, 0), (0, 0, 255)])
 
 
-def images(samples, **kwargs):
+def images(samples):
     """The drawn pictures by dataset."""
-    figure = draw_detections(samples, META, size=200, **kwargs)
+    figure = draw_detections(samples, META, size=200)
     columns = max(len(row) for row in samples.values())
     found = {name: [] for name in samples}
     for number, axes in enumerate(figure.axes):
@@ -163,12 +163,12 @@ def test_a_detection_that_reaches_into_the_padding_shrinks_no_image(sample):
 
 def test_every_annotation_is_drawn_and_no_weak_detection(sample):
     boxes = [(10, 40, 20, 20), (50, 40, 20, 20)]
-    weak = sample(100, 100, truth=boxes, score=0.2)
-    (image,) = images({"a": [weak]}, min_score=0.3)["a"]
+    weak, strong = (sample(100, 100, truth=boxes, score=one) for one in (0.2, 0.4))
+    (image,) = images({"a": [weak]})["a"]
     for x in (40, 120):  # the middle of each box's lower side
         assert tuple(image[120, x]) != GREY
     assert len(painted(image[:, 200:])[0]) == 0
-    assert len(painted(images({"a": [weak]}, min_score=0.1)["a"][0][:, 200:])[0]) > 0
+    assert len(painted(images({"a": [strong]})["a"][0][:, 200:])[0]) > 0
 
 
 def test_a_row_for_each_dataset_whatever_its_images_are(sample):
