@@ -326,7 +326,8 @@ class MixtureDataset(Dataset):
         if self.test_mode and spec.root is not None:
             # Another folder than the one of the training may lack objects of a class.
             found = {*spec.conversion.summary.classes}
-            own = tuple(n for n in own if n in found or not found <= {*own})
+            if found <= {*own}:
+                own = tuple(name for name in own if name in found)
         complete = partial(self._complete, spec=spec, own=own)
         try:
             dataset = DATASETS.build(

@@ -23,8 +23,8 @@ from torchvision.ops import batched_nms
 from damex.errors import ConfigError
 
 MERGE_IOU = 0.5  # of two detections of a class with a higher IoU, the better one stays
-INSTANCES = ("pred_instances", "dataset_instances")
 MIN_VISIBLE = 0.4  # smallest part of a box in a window that makes it a label
+INSTANCES = ("pred_instances", "dataset_instances")  # fields of detections
 
 
 def tiled(
@@ -123,14 +123,15 @@ def joined(parts: Sequence[Any]) -> Any:
 
 
 def joined_records(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """As `joined`, for the data samples of many images as dicts (``to_dict``)."""
+    """As `joined`, for the data samples of many images as dicts, without ``window``."""
     images: dict[tuple[Any, ...], list[DetDataSample]] = {}
     for one in records:
         found = {key: InstanceData(**one[key]) for key in INSTANCES if key in one}
         meta = {key: one[key] for key in one.keys() - found}
         place = (one.get("dataset_name"), one["img_path"])
         images.setdefault(place, []).append(DetDataSample(metainfo=meta, **found))
-    return [joined(parts).to_dict() for parts in images.values()]
+    wholes = [joined(parts).to_dict() for parts in images.values()]
+    return [{k: v for k, v in one.items() if k != "window"} for one in wholes]
 
 
 def _in_image(sample: Any, found: Any) -> Any:

@@ -152,7 +152,7 @@ class FreezeRowsHook(Hook):
         for module in bare_model(runner).modules():
             if isinstance(module, _BatchNorm):
                 module.eval()
-        self.after_train_iter(runner)  # a step begins with the progress of schedules
+        self.after_train_iter(runner)  # gates have moved with their schedules
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
         """Restore the rows."""

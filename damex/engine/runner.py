@@ -328,7 +328,7 @@ class MixtureRunner(Runner):
     ) -> None:
         """Save the whole atomically; called on every process, written by the first."""
         with whole_detector(self):
-            if self.rank != 0 or not is_local(out_dir, **kwargs):
+            if self.rank != 0 or not is_local(out_dir, *args[:1], **kwargs):
                 super().save_checkpoint(out_dir, filename, *args, **kwargs)
                 return
             with atomic_write(Path(out_dir) / filename) as part:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from mmengine.dist import broadcast_object_list, get_rank
-from mmengine.fileio import LocalBackend, get_file_backend
+from mmengine.fileio import FileClient, LocalBackend, get_file_backend
 from mmengine.runner import BaseLoop
 
 from damex.engine.console import ProgressHook
@@ -133,8 +133,17 @@ def display_path(path: str | Path) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def is_local(out_dir: str, *, backend_args: dict | None = None, **_: Any) -> bool:
+def is_local(
+    out_dir: str,
+    file_client_args: dict | None = None,
+    *,
+    backend_args: dict | None = None,
+    **_: Any,
+) -> bool:
     """Whether the backend of a checkpoint writes to a local folder."""
+    if file_client_args is not None:
+        client = FileClient.infer_client(file_client_args, out_dir)
+        return isinstance(client.client, LocalBackend)
     backend = get_file_backend(out_dir, backend_args=backend_args)
     return isinstance(backend, LocalBackend)
 

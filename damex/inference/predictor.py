@@ -307,9 +307,9 @@ class Predictor:
         """Predictions of preprocessed images."""
         while batch := list(islice(packed, batch_size)):
             side = self._side(tile, choice)
-            is_told = choice.dataset is not None and side is not None
-            rows: Iterable[Any] = ((one, None) for one in batch)
-            rows = rows if is_told else self._run_each(batch, choice, skip)
+            rows: Iterable[Any] = self._run_each(batch, choice, skip)
+            if choice.dataset is not None and side is not None:
+                rows = ((one, None) for one in batch)  # only windows are looked at
             for one, whole in rows:
                 image = as_rgb(one["pixels"]) if keep_images else None
                 chosen, sample = choice, whole

@@ -195,8 +195,9 @@ def test(
 
         runner.test_evaluator.metrics.append(DumpDetResults(out_file_path=out))
     runner.test()
-    if out and runner.rank == 0:
-        dump(joined_records(load(out)), out)
+    records = load(out) if out and runner.rank == 0 else []
+    if any("window" in one for one in records):
+        dump(joined_records(records), out)
 
 
 def add_data_check(cfg: Config) -> None:
