@@ -388,9 +388,10 @@ def test_images_of_one_name_in_two_folders_stay_two(folders, tmp_path):
         ]
         change(root, split, images=images, annotations=rows, info="no dict")
     teacher = FakeTeacher(CAT, DOG)
-    teacher.mixture = [{**entry, "img": dict(train="train", val="val")}]
+    teacher.mixture = [{**entry, "img": dict(train="train", val="val"), "tile": 32}]
     out = tmp_path / "deep" / "done"
-    complete(teacher, {}, out, min_score=0.5)
+    said = complete(teacher, {}, out, min_score=0.5)
+    assert f"train --data {out / 'cats'} --tile cats=32 --work-dir" in said
     for split in ("train", "val"):
         document = json.loads((out / "cats" / f"{split}.json").read_text())
         for number, image in enumerate(document["images"], start=1):
@@ -559,20 +560,20 @@ def commands(tmp_path, monkeypatch):
 
     def run(words, *, verbose):
         found.append([*words])
-        folder = tmp_path / "run"
         if words[0] == "data":
-            (folder / "completed").mkdir()
-        elif not (folder / "teacher").exists():
-            (folder / "teacher").mkdir()
-            summary = json.dumps(dict(checkpoint="epoch_2.pth"))
-            (folder / "teacher" / "summary.json").write_text(summary)
+            (tmp_path / "run" / "completed").mkdir()
+            return
+        folder = Path(words[words.index("--work-dir") + 1])
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "last_checkpoint").touch()
+        (folder / "summary.json").write_text(json.dumps(dict(checkpoint="epoch_2.pth")))
 
     monkeypatch.setattr("damex.workbench.cli.train.run_damex", run)
     return found
 
 
 def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
-    """What is finished is kept when the command is repeated."""
+    """Repeated, it keeps what is finished, and resumes what is not."""
     options = ["mixture.0.rename={cat: kitty}", "mixture.1.weight=2.0", "moe=dense"]
     settings = dict(data=[*folders.values()], model=None, device="cpu")
     settings.update(work_dir=str(tmp_path / "run"), cfg_options=options)
@@ -591,7 +592,10 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     seen = ["mixture.0.tile=32", option_of("load_from", str(teacher))]
     assert second[-4:] == [*options[1:], *seen]
     train_completed(**settings, epochs=None)
-    assert len(commands) == 4  # the last training alone
+    assert [{*one} - {*second} for one in commands[3:]] == [{"--resume"}]
+    (teacher.parent / "summary.json").unlink()  # as if interrupted
+    train_completed(**settings, epochs=None)
+    assert {*commands[4]} - {*first} == {"--resume"}
     with pytest.raises(ConfigError, match="was begun with other settings"):
         train_completed(**settings, epochs=7)
 

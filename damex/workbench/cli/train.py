@@ -254,9 +254,10 @@ def train_completed(
     """Train for half of the epochs, complete the datasets, and train for the others.
 
     The first detector lies in ``teacher`` of the work dir, the completed datasets in
-    ``completed``; both are kept if the command is repeated. The second training starts
-    from the first detector. Each step is a process of its own. ``epochs`` are those of
-    both trainings together; ``rare`` is whether other options are set.
+    ``completed``. The second training starts from the first detector. Each step is a
+    process of its own. Repeated, the command keeps what is finished, and resumes an
+    interrupted training. ``epochs`` are those of both trainings together; ``rare`` is
+    whether other options are set.
 
     Raises:
         ConfigError: If it is not for this training, the epochs cannot be split, nothing
@@ -266,7 +267,7 @@ def train_completed(
         raise ConfigError(
             "--complete takes --data FOLDER FOLDER and, of the other options, --model, "
             "--tile, --epochs, --device, --work-dir and --cfg-options; if it is "
-            "interrupted, repeat it: what is finished is kept. For a config or several "
+            "interrupted, repeat it: it goes on where it was. For a config or several "
             "GPUs, run damex train, damex data complete and damex train one by one."
         )
     folders = named_folders(data)
@@ -282,20 +283,29 @@ def train_completed(
     given = [] if device is None else ["--device", device]
     common = [*given, *([] if model is None else ["--model", model])]
     if not (teacher / "summary.json").exists():
-        half = ["--epochs", str(total // 2), "--work-dir", str(teacher)]
+        half = ["--data", *data, *common, "--epochs", str(total // 2)]
         half += ["--tile", *tile] if tile else []
-        settings = ["--cfg-options", *cfg_options] if cfg_options else []
-        run_damex(["train", "--data", *data, *common, *half, *settings], verbose=True)
+        _train_or_resume(teacher, half, cfg_options)
     summary = json.loads((teacher / "summary.json").read_text("utf-8"))
     checkpoint = str(teacher / summary["checkpoint"])
     if not completed.exists():
         out = ["--out", str(completed)]
         run_damex(["data", "complete", checkpoint, *out, *given], verbose=True)
     done = [f"{name}={completed / name}" for name in folders]
-    rest = ["--epochs", str(total - total // 2), "--work-dir", str(base)]
+    rest = ["--data", *done, *common, "--epochs", str(total - total // 2)]
     kept = [word for word in cfg_options if not _OF_LABELS.match(word)]
-    settings = ["--cfg-options", *kept, *tiles, option_of("load_from", checkpoint)]
-    run_damex(["train", "--data", *done, *common, *rest, *settings], verbose=True)
+    start = option_of("load_from", checkpoint)
+    _train_or_resume(base, rest, [*kept, *tiles, start])
+
+
+def _train_or_resume(
+    folder: Path, words: Sequence[str], options: Sequence[str]
+) -> None:
+    """Train in a folder, from the last checkpoint of an interrupted run there."""
+    begun = ["--resume"] if (folder / "last_checkpoint").exists() else []
+    settings = ["--cfg-options", *options] if options else []
+    words = ["train", *words, "--work-dir", str(folder), *begun, *settings]
+    run_damex(words, verbose=True)
 
 
 def _checked(cfg: Config, epochs: int | None) -> tuple[int, list[str]]:

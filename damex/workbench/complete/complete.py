@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -142,7 +143,8 @@ def write_completed(
                 )
             write_page(draft, out, datasets, labels, found, samples, bar)
         write_json(draft / "report.json", about, indent=1)
-    lines = [*_unknown(teacher, datasets), *report(out, missing, labels, found)]
+    lines = [*_unknown(teacher, datasets), *report(missing, labels, found)]
+    lines += [f"look at them: {out / 'index.html'}", _next_command(out, entries)]
     return "\n".join(lines)
 
 
@@ -245,9 +247,9 @@ def _new_objects(found: Found, own_K4: np.ndarray) -> list[int]:
 
 
 def report(
-    out: Path, missing: Mapping[str, Sequence[str]], labels: Labels, found: Thresholds
+    missing: Mapping[str, Sequence[str]], labels: Labels, found: Thresholds
 ) -> list[str]:
-    """Lines with a row per dataset and class, and the next command."""
+    """Lines with a row per dataset and class."""
     rows = []
     for dataset, names in missing.items():
         counts = Counter((one.name, one.is_accepted) for one in labels[dataset])
@@ -271,13 +273,17 @@ def report(
             f"not completed, for want of {MIN_OBJECTS} validation objects: "
             f"{', '.join(sorted(skipped))}; --min-score 0.5 sets the scores of all"
         )
-    folders = shlex.join(str(out / name) for name in missing)
-    run = shlex.quote(f"work_dirs/{run_name(missing)}-completed")
-    return [
-        *lines,
-        f"look at them: {out / 'index.html'}",
-        f"train on them: damex train --data {folders} --work-dir {run}",
-    ]
+    return lines
+
+
+def _next_command(out: Path, entries: Sequence[Mapping[str, Any]]) -> str:
+    """The training on completed datasets, with the windows of the teacher's."""
+    names = [entry["name"] for entry in entries]
+    words = ["--data", *(str(out / name) for name in names)]
+    tiles = [f"{one['name']}={one['tile']}" for one in entries if one.get("tile")]
+    words += ["--tile", *tiles] if tiles else []
+    words += ["--work-dir", f"work_dirs/{run_name(names)}-completed"]
+    return f"train on them: damex train {shlex.join(words)}"
 
 
 def delete_labels(folder: Path, ids: Sequence[int]) -> str:
