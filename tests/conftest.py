@@ -89,45 +89,16 @@ def registered() -> None:
 
 
 @pytest.fixture(scope="session")
-def launch_processes() -> Callable[..., None]:
-    """Runs a script that writes to a folder in several processes, by torchrun."""
-
-    def launch(
-        script: str | Path,
-        folder: Path,
-        *arguments: str,
-        count: int,
-        on_gpus: bool = False,
-    ) -> None:
-        hidden = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
-        torchrun = ("-m", "torch.distributed.run", "--standalone")
-        done = subprocess.run(
-            [
-                *(sys.executable, *torchrun, f"--nproc_per_node={count}"),
-                *(str(script), str(folder), *arguments),
-            ],
-            env={**os.environ, **hidden, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=900,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-
-    return launch
-
-
-@pytest.fixture
 def run_python() -> Callable[..., subprocess.CompletedProcess]:
     """Run python with arguments in a process of its own, which ends with ``status``."""
 
-    def run(*arguments: Any, status: int = 0, **kwargs: Any) -> Any:
+    def run(*arguments: Any, status: int = 0, env: Any = (), **kwargs: Any) -> Any:
         done = subprocess.run(
             [sys.executable, *map(str, arguments)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", **dict(env)},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=900,
             check=False,
             **kwargs,
         )
@@ -135,6 +106,18 @@ def run_python() -> Callable[..., subprocess.CompletedProcess]:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def launch_processes(run_python) -> Callable[..., None]:
+    """Runs a script that writes to a folder in several processes, by torchrun."""
+
+    def launch(*arguments: Any, count: int, on_gpus: bool = False) -> None:
+        torchrun = ("-m", "torch.distributed.run", "--standalone")
+        words = (*torchrun, f"--nproc_per_node={count}", *arguments)
+        run_python(*words, env={} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""})
+
+    return launch
 
 
 @pytest.fixture
@@ -479,27 +462,18 @@ import sys
 class Alone:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {hidden}:
-            raise ModuleNotFoundError(name)
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Alone())
 """
 
 
 @pytest.fixture
-def run_alone() -> Callable[..., str]:
+def run_alone(run_python) -> Callable[..., str]:
     """Run code in a process without damex, mmdet and others; return what it prints."""
 
     def run(code: str, folder: Path, *others: str) -> str:
         hidden = ("damex", "mmcv", "mmdet", "mmengine", *others)
-        done = subprocess.run(
-            [sys.executable, "-c", ALONE.format(hidden=hidden) + code],
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-        return done.stdout
+        return run_python("-c", ALONE.format(hidden=hidden) + code, cwd=folder).stdout
 
     return run

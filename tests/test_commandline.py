@@ -80,6 +80,8 @@ def test_the_formats_of_convert_are_those_that_can_be_read():
         ("train", r"CONFIG .* damex train quickstart\. See damex train --help\."),
         ("predict a.pth b.png --min-score 2", "for --min-score. Must be <= 1."),
         ("predict a.pth b.png --jsn f", r"--jsn. Did you mean --json\?"),
+        ("train none.py", r"no config file .none\.py."),
+        ("predict a.pth b.png --batch-size 0", '"0" for --batch-size'),
         ("train a.py --launcher torch", 'Choose from: "none", "pytorch"'),
         (
             "data browse a.py --samples 0",

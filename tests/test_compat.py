@@ -108,18 +108,6 @@ if not compiled:
     run_python("-c", code)
 
 
-@pytest.mark.parametrize(
-    ("module", "unused"),
-    [
-        ("damex", ["torch", "mmcv", "mmdet", "mmengine", "numpy"]),
-        ("damex.moe", ["mmcv", "mmcv._ext", "mmdet", "mmengine"]),
-    ],
-)
-def test_light_modules_import_neither_mmdet_nor_patches(run_python, module, unused):
-    code = f"import sys, {module}; sys.exit(bool(set({unused}) & {{*sys.modules}}))"
-    run_python("-c", code)
-
-
 SLOW = ("evaluation", "models.blocks", "engine.runner", "datasets.coco")
 
 

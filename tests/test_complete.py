@@ -152,14 +152,6 @@ def test_thresholds_come_from_images_that_label_the_class(folders):
     assert found["dog"] == Threshold(0.3, 0.15, 0.5, 1.0, 6)
 
 
-def test_a_class_is_labeled_only_where_half_of_the_labels_would_be_right(folders):
-    """Of three detections of equal score, one is a dog."""
-    wrong = [("dog", 0.8, [x, 0, x + 4, 4]) for x in (0, 8)]
-    teacher = FakeTeacher(DOG, *wrong)
-    found = find_thresholds(teacher, read(folders), ["dog"], None, None)["dog"]
-    assert (found.accepted, found.ignored, found.recall) == (float("inf"), 0.8, 0.0)
-
-
 def test_a_dataset_may_have_the_name_of_its_class(folders, tmp_path):
     folders = {"cat": folders["cats"], "dog": folders["dogs"]}
     said = complete(FakeTeacher(CAT, DOG), folders, tmp_path / "done", min_score=0.5)

@@ -8,9 +8,7 @@ import pytest
 import torch
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS
-from mmdet.structures import DetDataSample
 from mmengine.config import Config
-from mmengine.structures import InstanceData
 from PIL import Image
 
 from damex.engine.config import build_runner, resolve_config
@@ -43,28 +41,13 @@ def full_size():
     return initialized(model)
 
 
-def sample(group, height, width):
-    shape = (height, width)
-    data = DetDataSample(metainfo=dict(img_shape=shape, ori_shape=shape))
-    data.set_metainfo(dict(scale_factor=(1.0, 1.0), group_id=group, dataset_id=group))
-    data.gt_instances = InstanceData(
-        bboxes=torch.tensor([[10.0, 10.0, 50.0, 60.0]]), labels=torch.tensor([3])
-    )
-    return data
+SIZES = [(256, 320), (320, 256)]  # 900 queries need as many features
 
 
-@pytest.fixture
-def batch():
-    generator = torch.Generator().manual_seed(0)
-    sizes = [(256, 320), (320, 256)]  # 900 queries need as many features
-    images = [torch.rand(3, h, w, generator=generator) * 255 for h, w in sizes]
-    samples = [sample(group, *size) for group, size in enumerate(sizes)]
-    return dict(inputs=images, data_samples=samples)
-
-
-def test_full_size_dino_has_experts_in_layers_0_2_and_4(full_size, batch):
-    full_size.train()
-    losses = full_size(**full_size.data_preprocessor(batch, True), mode="loss")
+def test_full_size_dino_has_experts_in_layers_0_2_and_4(
+    full_size, make_batch, run_loss
+):
+    losses = run_loss(full_size, make_batch([0, 1], sizes=SIZES))
     losses = {k: v for k, v in losses.items() if "loss" in k}
     total = sum(losses.values())
     total.backward()
@@ -77,11 +60,8 @@ def test_full_size_dino_has_experts_in_layers_0_2_and_4(full_size, batch):
             assert parameter.grad is not None, name
 
 
-def test_full_size_dino_predicts(full_size, batch):
-    full_size.eval()
-    full_size.counts_tokens = True
-    with torch.no_grad():
-        found = full_size(**full_size.data_preprocessor(batch), mode="predict")
+def test_full_size_dino_predicts(full_size, make_batch, run_predict):
+    found = run_predict(full_size, make_batch([0, 1], sizes=SIZES))
     assert [len(s.pred_instances) for s in found] == [300, 300]
     assert set(found[0].routing_counts) == {"decoder.0", "decoder.2", "decoder.4"}
     assert sum(found[0].routing_counts["decoder.0"]) == 900

@@ -6,13 +6,10 @@ import functools
 import inspect
 import itertools
 import json
-import os
 import re
 import runpy
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -351,23 +348,17 @@ def test_every_table_is_on_a_page():
     }
 
 
-def run(words, folder):
-    done = subprocess.run(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+@pytest.fixture
+def run(tmp_path, run_python):
+    place = dict(cwd=tmp_path, env=dict(PYTHONPATH=str(ROOT)))
+    return lambda *words: run_python(*words, **place).stdout
 
 
 @pytest.mark.slow
-def test_the_readme_runs(tmp_path):
+def test_the_readme_runs(tmp_path, run):
     """Its commands and its Python for two folders, as they are, on small toy data."""
     sizes = ["--count", "2", "--train", "8", "--val", "4"]
-    run(["-m", "studies.worlds", "--out", "toy", *sizes], tmp_path)
+    run("-m", "studies.worlds", "--out", "toy", *sizes)
     worlds = [path.parent for path in tmp_path.glob("toy/*/train.json")]
     code = [one for one in fences("README.md") if "data/toy/" in one]
     for name in {*re.findall(r"data/toy/(\w+)", "".join(code))}:
@@ -377,39 +368,39 @@ def test_the_readme_runs(tmp_path):
     short = {"train_dataloader.sampler.samples_per_epoch": 8}
     lines[0] += ["--cfg-options", *(f"{key}={one}" for key, one in short.items())]
     for words in lines:
-        run(["-m", "damex", *words], tmp_path)
+        run("-m", "damex", *words)
     assert any((tmp_path / "seen").iterdir())
     assert "epochs=1)" in code[1]
     program = code[1].replace("epochs=1)", f"epochs=1, options={short})")
     (tmp_path / "program.py").write_text(program, "utf-8")
-    printed = run(["program.py"], tmp_path)
+    printed = run("program.py")
     images = tmp_path / "data/toy/photos/images"
     assert all(one.name in printed for one in images.iterdir())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("module", ["gumbel_gate", "my_parts"])
-def test_parts_of_ones_own_pass_the_tests_on_their_page(module, tmp_path):
+def test_parts_of_ones_own_pass_the_tests_on_their_page(module, tmp_path, run):
     code = (ROOT / "docs/research/write-parts.md").read_text("utf-8")
     for name in (module, f"test_{module}"):
         (text,) = re.findall(rf"`{name}\.py`.*?```python\n(.*?)```", code, re.DOTALL)
         (tmp_path / f"{name}.py").write_text(text, "utf-8")
-    assert "passed" in run(["-m", "pytest", "-q"], tmp_path)
+    assert "passed" in run("-m", "pytest", "-q")
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path):
+def test_the_notebook_runs(tmp_path, run):
     notebook = (ROOT / "docs/get-started/tutorial.ipynb").read_text("utf-8")
     cells = json.loads(notebook)["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert "FOLDERS" in code[0]
-    run(["-m", "damex", "toydata", "--out", "toy"], tmp_path)
+    run("-m", "damex", "toydata", "--out", "toy")
     options = {"train_dataloader.sampler.samples_per_epoch": 16}
     code[0] = (
         "FOLDERS = dict(photos='toy/photos', arcade='toy/arcade')\n"
         f"EPOCHS, OPTIONS, WORK_DIR = 1, {options!r}, 'run'"
     )
     (tmp_path / "notebook.py").write_text("\n\n".join(code), "utf-8")
-    found = run(["notebook.py"], tmp_path)
+    found = run("notebook.py")
     assert (tmp_path / "run" / "mixture.onnx").is_file()
     assert "checkpoint: " in found

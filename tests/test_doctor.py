@@ -21,6 +21,7 @@ from damex.workbench.doctor import (
     explain_failure,
     show,
 )
+from tests.conftest import ALONE
 
 ROOT = Path(__file__).resolve().parents[1]
 MMDET, MMCV = "onedl-mmdetection", "onedl-mmcv"
@@ -30,15 +31,8 @@ def run_doctor(
     *blocked: str, module: str = "damex.workbench.doctor", options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Runs the doctor where the blocked packages cannot be imported."""
-    code = f"""
-import runpy, sys
-
-class Blocker:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {blocked!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-
-sys.meta_path.insert(0, Blocker())
+    code = f"""{ALONE.format(hidden=blocked)}
+import runpy
 sys.argv[1:] = {options!r}
 runpy.run_module({module!r}, run_name="__main__")
 """

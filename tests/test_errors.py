@@ -16,7 +16,7 @@ from damex.errors import (
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("plain, Ä, 猫 and 🐈\tto a\nline", "plain, Ä, 猫 and 🐈\tto a\nline"),
+        *[("plain Ä, 猫 and 🐈\tto a\u200b\nline",) * 2],
         ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),
         ("a\rb\x9b2J", r"a\x0db\x9b2J"),
         ("gnp.\u202eexe\u2028", r"gnp.\u202eexe\u2028"),

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -77,29 +78,20 @@ def test_every_file_of_the_package_is_in_the_wheel(site):
     assert [name for name in names if not (site / name).exists()] == []
 
 
-def run(site, folder, *arguments):
-    return subprocess.run(
-        [sys.executable, *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@pytest.fixture
+def run(site, tmp_path, run_python):
+    return partial(run_python, cwd=tmp_path, env=dict(PYTHONPATH=str(site)))
 
 
-def test_configs_have_names_far_from_a_checkout(site, tmp_path):
-    done = run(site, tmp_path, "-c", CODE, str(site))
-    assert done.returncode == 0, done.stderr
-    found = [Path(line) for line in done.stdout.splitlines()]
+def test_configs_have_names_far_from_a_checkout(site, run):
+    found = [Path(line) for line in run("-c", CODE, site).stdout.splitlines()]
     assert all(file.is_relative_to(site) for file in found)
     assert found[0].name == "quickstart.py"
     assert found[1] == found[2]
 
 
-def test_the_commands_work_far_from_a_checkout(site, tmp_path):
-    done = run(site, tmp_path, "-m", "damex", "train", "quikstart")
-    assert done.returncode == 2
+def test_the_commands_work_far_from_a_checkout(run):
+    done = run("-m", "damex", "train", "quikstart", status=2)
     assert "did you mean 'quickstart'?" in done.stderr
-    assert run(site, tmp_path, "-m", "damex").returncode == 0
-    assert run(site, tmp_path, "-m", "damex", "tain").returncode == 2
+    run("-m", "damex")
+    run("-m", "damex", "tain", status=2)

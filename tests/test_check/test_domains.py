@@ -1,7 +1,5 @@
 """Datasets that look alike: nobody tells their images apart, so they share experts."""
 
-import json
-
 import numpy as np
 import pytest
 from PIL import Image
@@ -94,29 +92,13 @@ def test_groups_are_what_pairs_connect():
     assert groups["d"] == groups["e"] == "d+e"
 
 
-def coco(folder, paths):
-    """A folder in COCO format with these images, a box on each."""
-    categories = [dict(id=1, name=folder.name)]
-    records = [
-        dict(id=i, file_name=path.name, width=60, height=40)
-        for i, path in enumerate(paths)
-    ]
-    boxes = [
-        dict(id=i, image_id=i, category_id=1, bbox=[1, 1, 9, 9], area=81, iscrowd=0)
-        for i, _ in enumerate(paths)
-    ]
-    document = dict(images=records, annotations=boxes, categories=categories)
-    (folder / "train.json").write_text(json.dumps(document))
-    (folder / "val.json").write_text(json.dumps(document))
-    (folder / "images").mkdir()
-    for path in paths:
-        path.rename(folder / "images" / path.name)
-
-
-def test_entries_of_one_kind_get_one_group(images, tmp_path):
+def test_entries_of_one_kind_get_one_group(images, make_coco_dataset, tmp_path):
     for name, paths in images.items():
-        coco(tmp_path / name, paths)
-    mixture = [dict(name=name, root=str(tmp_path / name)) for name in images]
+        root = tmp_path / "sets" / name
+        make_coco_dataset(root, classes=[name], num_images=30, size=(60, 40))
+        for number, path in enumerate(paths):
+            path.replace(root / "images" / f"{number}.png")
+    mixture = [dict(name=n, root=str(tmp_path / "sets" / n)) for n in images]
     named = [dict(entry) for entry in mixture]
     named[2]["group"] = "mine"
     (pair,) = share_experts(mixture)

@@ -182,12 +182,6 @@ def test_a_class_that_is_not_there(entries, tmp_path, capsys, option, error):
     assert re.search(error, " ".join(capsys.readouterr().err.split()))
 
 
-def test_a_folder_that_is_missing_beside_one(entries, tmp_path, capsys):
-    words = [str(tmp_path / "street"), "zoo=zoos"]
-    assert run_command(data, ["labels", *words]) == 2
-    assert "zoos does not exist" in capsys.readouterr().err
-
-
 def space_of(**datasets):
     """A label space; per dataset: its class names -> those of the mixture."""
     classes = dict.fromkeys(name for m in datasets.values() for name in m.values())

@@ -8,7 +8,6 @@ import logging
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import unicodedata
 from itertools import product
@@ -686,16 +685,3 @@ def test_a_failed_start_keeps_nothing(csv_folder, scans):
         with pytest.raises(KeyboardInterrupt):
             fail()
     assert len(scans) == 2
-
-
-def test_the_registry_brings_the_formats():
-    """The core works without them; damex.registry fills its table of readers."""
-    code = """
-import sys
-from damex.datasets import mixture, spec
-assert "damex.workbench.formats" not in sys.modules
-import damex.registry
-from damex.datasets.entries import READERS
-assert "voc" in READERS
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)

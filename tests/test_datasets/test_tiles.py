@@ -1,7 +1,6 @@
 """Tiles: where windows lie, what they show, and what is found in several of them."""
 
 import copy
-import itertools
 import json
 from types import SimpleNamespace
 
@@ -43,19 +42,15 @@ TEST = [LOAD[0], DOUBLE, LOAD[1], PACK]  # as of configs: boxes are not resized
         ((320, 320), [(0, 0, 320, 320)]),
         ((200, 100), [(0, 0, 200, 100)]),  # smaller: not enlarged
         ((560, 100), [(0, 0, 320, 100), (240, 0, 560, 100)]),  # they share a quarter
+        (
+            (640, 480),
+            [(x, y, x + 320, y + 320) for y in (0, 160) for x in (0, 160, 320)],
+        ),
         ((561, 320), [(0, 0, 320, 320), (120, 0, 440, 320), (241, 0, 561, 320)]),
     ],
 )
 def test_windows_by_hand(size, expected):
     assert windows_of(*size, 320) == expected
-
-
-def test_a_photo_has_three_by_two_windows():
-    lefts, tops = (0, 160, 320), (0, 160)
-    assert windows_of(640, 480, 320) == [
-        (left, top, left + 320, top + 320)
-        for top, left in itertools.product(tops, lefts)
-    ]
 
 
 @pytest.mark.parametrize(

@@ -54,20 +54,6 @@ class Fetch:
         return getattr, (HistoryBuffer, "__init__")
 
 
-def test_what_mmengine_saves_comes_back(tmp_path):
-    history = HistoryBuffer([1.0, 3.0], [1, 1])
-    content = dict(
-        state_dict={"weight": torch.arange(3.0)},
-        meta=dict(epoch=2, seed=np.int64(7), values=np.ones(2)),
-        message_hub=dict(log_scalars={"train/loss": history}),
-    )
-    torch.save(content, tmp_path / "epoch_2.pth")
-    loaded = load(tmp_path / "epoch_2.pth")
-    assert loaded["state_dict"]["weight"].tolist() == [0.0, 1.0, 2.0]
-    assert loaded["meta"]["seed"] == 7
-    assert loaded["message_hub"]["log_scalars"]["train/loss"].mean() == 2.0
-
-
 @pytest.mark.parametrize("package", ["core", "_core"])
 def test_a_file_of_another_numpy_is_read(tmp_path, package):
     """Versions 1 and 2 write other names of the same functions."""

@@ -122,6 +122,7 @@ def test_what_cannot_run_is_named(write_config, refuse, tmp_path, monkeypatch):
     refuse(["base_batch_size"], "train", config, "--auto-scale-lr")
     refuse(["--amp needs a GPU"], "train", config, "--amp")
     refuse(["name of a folder, got ''"], "train", config, "--work-dir", "")
+    refuse(["cannot be written"], "train", config, "--work-dir", config)
     assert not list(tmp_path.glob("2*"))  # no log in the present folder
 
 

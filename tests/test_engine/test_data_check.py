@@ -8,7 +8,6 @@ from mmengine.config import Config
 from mmengine.runner import BaseLoop
 
 import damex.workbench.check.check
-from damex.__main__ import main
 from damex.datasets import coco, coco_records
 from damex.engine.config import resolve_config
 from damex.engine.runner import MixtureRunner
@@ -29,11 +28,6 @@ def logger():
     return logger
 
 
-@pytest.fixture
-def run(capsys):
-    return lambda config: (main(["train", str(config)]), capsys.readouterr().err)
-
-
 def warnings_of(logger):
     records = [r for r in logger.records if r.levelno >= logging.WARNING]
     return [record.getMessage() for record in records]
@@ -41,22 +35,6 @@ def warnings_of(logger):
 
 def image(entry, name):
     return Path(entry["data_root"]) / "images" / name
-
-
-def test_a_missing_validation_image_does_not_wait_for_the_validation(
-    write_config, two_datasets, run, edit_json, tmp_path
-):
-    """Its absence would end the run after the training."""
-    entry = two_datasets[1]
-    edit_json(
-        f"{entry['data_root']}val.json",
-        lambda d: d["images"][0].update(file_name="none.png"),
-    )
-    status, said = run(write_config())
-    assert status == 2
-    assert f"the val image {image(entry, 'none.png')} does not exist" in said
-    assert len(said.strip().splitlines()) == 1
-    assert not list(tmp_path.rglob("*.pth"))
 
 
 def test_all_errors_are_counted_and_the_first_is_said(

@@ -1,7 +1,6 @@
 """The tools as a user runs them: processes of their own, real files, real output."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ from damex.__main__ import main
 ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow
-
-NO_EVALUATION = "train_cfg = dict(max_epochs=2, val_begin=9)\n"
 
 
 def weights(path):
@@ -96,34 +93,6 @@ def test_options_of_datasets_travel_with_the_checkpoint(
         status=2,
     )
     assert "tensors are unknown (such as awareness." in refused.stderr
-
-
-def test_a_detector_that_becomes_sparse_on_the_way(write_config, run_tool, tmp_path):
-    """Killed at the switch; before it, the detector is tested as a dense one."""
-    schedule = ROOT / "configs/_base_/schedules/adamw_tiny_two_cycles.py"
-    cycles = [dict(one) for one in Config.fromfile(schedule).param_scheduler]
-    config = write_config(
-        extra=f"{NO_EVALUATION}param_scheduler = {cycles}\n"
-        "moe = dict(upcycling=dict(share=0.5), gate=dict(renormalize=True))"
-    )
-    whole, half = tmp_path / "whole", tmp_path / "half"
-    run_tool("train.py", config, "--work-dir", whole)
-    half.mkdir()
-    shutil.copy(whole / "epoch_1.pth", half)
-    (half / "last_checkpoint").write_text(str(half / "epoch_1.pth"))
-    run_tool("train.py", config, "--work-dir", half, "--resume")
-    ours, theirs = weights(whole / "epoch_2.pth"), weights(half / "epoch_2.pth")
-    assert ours.keys() == theirs.keys()
-    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
-    for epoch, is_dense in [(1, True), (2, False)]:
-        state = weights(whole / f"epoch_{epoch}.pth")
-        flags = [bool(state[n]) for n in state if n.endswith("dense_phase.flag")]
-        assert flags == [is_dense] * 2
-        folder = tmp_path / f"tested_{epoch}"
-        checkpoint = whole / f"epoch_{epoch}.pth"
-        run_tool("test.py", config, checkpoint, "--work-dir", folder)
-        summary = json.loads((folder / "test_summary.json").read_text())
-        assert bool(summary.get("routing_accuracy")) != is_dense
 
 
 def test_two_processes_train_and_evaluate(write_config, run_tool, tmp_path):

@@ -64,19 +64,6 @@ def test_a_class_alone_has_fewer_answers_than_queries(
     assert_same(before, after, exactly=False)
 
 
-@pytest.mark.slow
-def test_it_is_tested_and_trained_with_the_config_beside_it(pruned, tmp_path):
-    _, new, _ = pruned
-    cfg = Config.fromfile(new.with_suffix(".py"))
-    assert [entry["name"] for entry in cfg.mixture] == ["street", "sky"]
-    cfg.work_dir = str(tmp_path / "tested")
-    cfg.load_from = str(new)
-    metrics = build_runner(cfg).test()
-    assert {"mixture/street/AP", "mixture/sky/AP"} <= metrics.keys()
-    cfg.train_cfg.max_epochs = 1
-    build_runner(cfg).train()
-
-
 def test_experts_by_the_dataset_are_counted_again(save, mixture):
     """Street has two of the four."""
     stored = DetectorCheckpoint.read(

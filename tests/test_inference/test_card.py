@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -145,17 +143,14 @@ def test_only_tensors_are_weights(tmp_path):
         )
 
 
-def test_the_lines_without_damex_run(save, tmp_path):
+def test_the_lines_without_damex_run(save, tmp_path, run_python):
     folder = card(save(), tmp_path / "folder")
     blocks = re.findall(
         r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S
     )
     (lines,) = [block for block in blocks if "safetensors" in block]
     assert "damex" not in lines
-    done = subprocess.run(
-        [sys.executable, "-c", lines], cwd=folder, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_python("-c", lines, cwd=folder)
     assert done.stdout.startswith("4 classes, such as car\n")
     assert len(done.stdout.splitlines()) == 1 + len(
         load_file(folder / "model.safetensors")

@@ -54,19 +54,8 @@ def test_auto_looks_for_the_classes_of_the_most_probable_dataset(predictor, phot
         assert (np.diff(one.scores) <= 0).all()
 
 
-def test_the_routers_say_which_dataset_it_is(predictor, photos, monkeypatch):
+def test_the_routers_say_which_dataset_it_is(predictor, photos, records):
     """Their mean over tokens, then over layers."""
-    records = {}
-    context = predictor._detector.routing
-    add = type(context).add
-    monkeypatch.setattr(
-        type(context),
-        "add",
-        lambda self, name, record: (
-            records.update({name: record}),
-            add(self, name, record),
-        ),
-    )
     (one,) = predictor(photos / "a.png")
     layers = [r.logits_VE.softmax(1).mean(0) for r in records.values()]
     expected = torch.stack(layers).mean(0).tolist()

@@ -9,6 +9,7 @@ from damex.errors import ConfigError
 from damex.inference.predictor import Predictor
 from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.export.specialist import extract
+from tests.conftest import ALONE
 from tests.test_inference.conftest import BEST, SPACE
 
 SHARED = dict(
@@ -128,19 +129,12 @@ def test_what_changes_scores_by_dataset_is_refused(save):
 
 
 # mmcv may have no compiled ops here, and mmdet needs some to be imported.
-CODE = """
-import sys
+CODE = f"""
 from damex.compat import ensure_ops
 ensure_ops()
-
-class NoDamex:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "damex":
-            raise ModuleNotFoundError(name)
-
+{ALONE.format(hidden=("damex",))}
 for name in [n for n in sys.modules if n.split(".")[0] == "damex"]:
     del sys.modules[name]
-sys.meta_path.insert(0, NoDamex())
 from mmdet.apis import DetInferencer
 
 inferencer = DetInferencer(sys.argv[1], sys.argv[2], device="cpu", show_progress=False)

@@ -10,7 +10,7 @@ from mmengine.config import Config
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
 from damex.config_files import CONFIGS, KEYS, PlainConfig, moe_of_file
-from damex.errors import DataError, printable
+from damex.errors import DataError
 from damex.inference.stored import _test_pipeline
 from damex.inference.trust import (
     OF_TIMM,
@@ -76,18 +76,6 @@ def test_anything_else_is_refused(text):
 def test_text_that_is_no_program_is_refused(text):
     with pytest.raises(DataError, match=r"x\.pth cannot be read"):
         read_literals(text, where="x.pth")
-
-
-@pytest.mark.parametrize("brace", ["{{$HOME:x}}", "{{{ fileDirname }}}", "\\{{a}}"])
-def test_what_is_written_is_read_as_it_was(tmp_path, brace):
-    values = dict(
-        model={brace: brace, "it's": (1, [2.5]), 3: None, "a': 1, 'b": -math.inf},
-        note=f"{brace} \"quoted\" 'twice'\n" * 9,
-    )
-    text = PlainConfig(values).pretty_text
-    assert read_literals(text, where="a.pth") == values
-    (tmp_path / "a.py").write_text(text)
-    assert Config.fromfile(tmp_path / "a.py").to_dict() == values
 
 
 DINO = dict(type="MoEDINO")
@@ -284,15 +272,3 @@ def test_initial_weights_are_forgotten(model, keep, left, places):
     model = copy.deepcopy(model)
     assert [*forget_pretrained(model, keep_published=keep)] == places
     assert model == left
-
-
-@pytest.mark.parametrize(
-    ("text", "plain"),
-    [
-        *(("a ship", True), ("Schiff ä 船 🚢", True), ("ca\u200br", True)),
-        *(("a\x1b[2J", False), ("a\nb", True), ("a\x9b", False)),
-        *(("a\u202eb", False), ("a\u2028b", False), ("a\ud800", False)),
-    ],
-)
-def test_texts_that_control_a_terminal(text, plain):
-    assert (printable(text) == text) is plain

@@ -12,7 +12,6 @@ from damex.models.insertion import moe_blocks
 from damex.models.queries import (
     boxes_of,
     encoder_foreground,
-    ids_of,
     image_mask_of,
     query_foreground,
     real_query_mask,
@@ -286,11 +285,3 @@ def test_the_share_of_height_and_of_width_that_is_image():
     assert mask_BHW[1].nonzero().max(0).values.tolist() == [47, 39]
     assert mask_BHW.sum((1, 2)).tolist() == [96 * 160, 48 * 40]
     assert valid_ratio_of(images, samples[:1]) is None
-
-
-def test_ids_are_minus_one_where_unknown(make_batch):
-    for groups, expected in (([1, None], [1, -1]), ([None, None], [-1, -1])):
-        samples = make_batch(groups)["data_samples"]
-        found = ids_of(samples, "group_id", torch.device("cpu"))
-        assert found.tolist() == expected
-        assert found.dtype == torch.int64
