@@ -71,13 +71,12 @@ class PlainConfig(Config):
 def find_config(name: str, folder: str = "") -> Path:
     """Find a config file.
 
+    ConfigError if nothing matches.
+
     Args:
         name: A path, or a config that comes with damex: its bare name, its name with
             the folder, or its path in a checkout (``configs/quickstart.py``).
         folder: Subfolder of ``configs`` to search, for instance ``_base_/moe``.
-
-    Raises:
-        ConfigError: If nothing matches.
     """
     if Path(name).is_file():
         return Path(name)
@@ -112,10 +111,8 @@ def config_of(
 def read_config(name: str, *, needs_model: bool = True) -> Config:
     """Read a complete config by path or name.
 
-    With `needs_model`, its ``custom_imports`` are imported.
-
-    Raises:
-        ConfigError: If it cannot be found or read, or lacks a needed model.
+    With `needs_model`, its ``custom_imports`` are imported. ConfigError if it cannot be
+    found or read, or lacks a needed model.
     """
     cfg = read_part(name)
     if needs_model:
@@ -140,8 +137,7 @@ def work_dir_of(cfg: Config, *, resumes: bool) -> str:
 def import_modules(cfg: Mapping[str, Any]) -> None:
     """Import ``custom_imports``: all of mmdet for damex's configs.
 
-    Raises:
-        ConfigError: If a module is not found, or the field is not such a dict.
+    ConfigError if a module is not found, or the field is not such a dict.
     """
     wanted = cfg.get("custom_imports")
     if not wanted:
@@ -177,8 +173,7 @@ def read_part(name: str, folder: str = "") -> Config:
 def moe_of_file(name: str) -> Any:
     """Return ``moe`` of a file, given by path or by its name in ``_base_/moe``.
 
-    Raises:
-        ConfigError: If the file is missing, or sets no ``moe``.
+    ConfigError if the file is missing, or sets no ``moe``.
     """
     content = read_part(name, MOE)
     if "moe" not in content:
@@ -193,11 +188,8 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
     content. ``moe.gate.k`` and ``model.moe.gate.k`` are the same: a config file has
     ``moe`` at the top level, the config of a work directory has it in the model. As in
     a config file, a dict changes the fields that it names, and ``_delete_=True`` in it
-    removes the others.
-
-    Raises:
-        ConfigError: If nothing reads an option, a file does not exist or sets no
-            ``moe``, or a part of ``moe`` is set for a dense detector.
+    removes the others. ConfigError if nothing reads an option, a file does not exist or
+    sets no ``moe``, or a part of ``moe`` is set for a dense detector.
     """
     options = _at_place_of_moe(cfg, options)
     for name in options:
@@ -291,8 +283,7 @@ def mixtures_of(cfg: Mapping[str, Any]) -> list[dict]:
 def mixture_datasets(dataset: Any) -> list[dict]:
     """Return the MixtureDataset configs in a dataset config, looking into wrappers.
 
-    Raises:
-        ConfigError: If a wrapper mixes images of several datasets.
+    ConfigError if a wrapper mixes images of several datasets.
     """
     if not isinstance(dataset, dict):
         return []
@@ -349,7 +340,7 @@ def _scalar(value: Any, where: str) -> str:
     if isinstance(value, float) and math.isinf(value):
         return "1e999" if value > 0.0 else "-1e999"  # Python has no literal for inf
     for kind in (bool, int, float, str, bytes):
-        if isinstance(value, kind):
+        if isinstance(value, kind) and value == value:  # NaN has no literal
             # mmengine fills in templates such as {{ fileDirname }} when it reads.
             return kind.__repr__(value).replace("{{", r"{\x7b")
     raise ConfigError(

@@ -394,13 +394,9 @@ def _whole_images(rows: Sequence[_Row]) -> list[_Row]:
         is_same = parts[0].of_dataset is parts[0].of_all
         of_dataset = of_all if is_same else _merged([row.of_dataset for row in parts])
         tokens = [row.tokens_LE for row in parts if row.tokens_LE is not None]
+        tokens_LE = np.sum(tokens, axis=0) if tokens else None
         found.append(
-            replace(
-                parts[0],
-                of_all=of_all,
-                of_dataset=of_dataset,
-                tokens_LE=np.sum(np.stack(tokens), axis=0) if tokens else None,
-            )
+            replace(parts[0], of_all=of_all, of_dataset=of_dataset, tokens_LE=tokens_LE)
         )
     return found
 

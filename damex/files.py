@@ -30,10 +30,8 @@ _UTF16_ZEROS = 0.1
 def decode(raw: bytes, path: str | Path) -> str:
     """The text of the file ``path`` in UTF-8, or in UTF-16 or UTF-32 by its marks.
 
-    Other encodings are not guessed: a wrong guess would change class names.
-
-    Raises:
-        DataError: If the bytes are not text of the encoding.
+    Other encodings are not guessed: a wrong guess would change class names. DataError
+    if the bytes are not text of the encoding.
     """
     encoding = _encoding_of(raw)
     try:
@@ -88,10 +86,8 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
     Also after a loss of power. Yields a path in the same folder, with the same suffix,
     which replaces the file at the end of the block and is removed if the block raises.
     Links are followed, devices and pipes are written directly. Pass an open file to
-    `torch.save`: given a path, it hides the reason of a failure.
-
-    Raises:
-        ConfigError: If the file cannot be written, for instance on a full disk.
+    `torch.save`: given a path, it hides the reason of a failure. ConfigError if the
+    file cannot be written, for instance on a full disk.
     """
     check_file(Path(path))
     target = Path(path).resolve()
@@ -123,10 +119,7 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """Write a folder whole or not at all; one that holds nothing may exist.
 
     Yields a folder beside it, which takes its name at the end of the block and is
-    removed if the block raises.
-
-    Raises:
-        ConfigError: If the folder cannot be written.
+    removed if the block raises. ConfigError if the folder cannot be written.
     """
     target = path.resolve()
     draft = target.with_name(f".{target.name}-{uuid.uuid4().hex[:8]}")

@@ -26,11 +26,8 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
     A value is a number, ``True``, ``False`` (in any case), ``None``, or else a text,
     blanks included. Commas or brackets make lists (``a,b``, ``[a,b]``), tuples
     (``(1,2)``) and dicts (``{type: X}``, ``dict(type=X)``) of such values; quotes make
-    a text of anything: ``"1e3"``, ``"a,b"``.
-
-    Raises:
-        ConfigError: If a word has no ``=``, or a value's brackets or quotes do not
-            match.
+    a text of anything: ``"1e3"``, ``"a,b"``. ConfigError if a word has no ``=``, or a
+    value's brackets or quotes do not match.
     """
     options = {}
     for word in words:
@@ -51,9 +48,8 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
 def option_of(key: str, value: Any) -> str:
     """Return the ``key=value`` word that `parse_options` reads as this value.
 
-    Raises:
-        ConfigError: If the value is not made of numbers, texts, True, False, None,
-            lists, tuples and dicts.
+    ConfigError if the value is not made of numbers, texts, True, False, None, lists,
+    tuples and dicts.
     """
     return f"{key}={_written(value, key)}"
 

@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 19_090), "workbench": (56, 13_080), "tests": (147, 32_170)}
-LIMITS |= {"hf": (8, 1_281), "tests/test_hf": (7, 1_535)}
+LIMITS = {"core": (77, 18_850), "workbench": (56, 12_910), "tests": (147, 32_170)}
+LIMITS |= {"hf": (8, 1_262), "tests/test_hf": (7, 1_535)}
 
 
 def layer_of(module):

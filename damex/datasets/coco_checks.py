@@ -300,10 +300,7 @@ def _check_format(records: Records, used_N: np.ndarray) -> Finding | None:
 
 
 def _check_tiny(
-    records: Records,
-    used_N: np.ndarray,
-    side_N: np.ndarray,
-    scale: tuple[float, float],
+    records: Records, used_N: np.ndarray, side_N: np.ndarray, scale: tuple[float, float]
 ) -> Iterator[Finding]:
     """One finding for each class with many boxes that become tiny after resizing."""
     small_N = used_N & (side_N < TINY)

@@ -183,8 +183,7 @@ def read_json(path: str | Path, location: Location) -> tuple[Any, list[Finding]]
 def read_coco(path: Path, dataset: str) -> dict[str, Any]:
     """Load a COCO file with valid fields, ids and class names; boxes are not checked.
 
-    Raises:
-        DataError: If the file is missing, is not JSON, or holds anything else.
+    DataError if the file is missing, is not JSON, or holds anything else.
     """
     location = Location(dataset, str(path))
     document, findings = read_json(path, location)
@@ -195,10 +194,8 @@ def read_coco(path: Path, dataset: str) -> dict[str, Any]:
 def read_class_names(path: Path, dataset: str) -> tuple[str, ...]:
     """Names of the categories of a COCO file, in file order, without empty headings.
 
-    Only this list is parsed: the whole of a large file takes many seconds.
-
-    Raises:
-        DataError: If the file is missing, is not JSON, or has no valid categories.
+    Only this list is parsed: the whole of a large file takes many seconds. DataError if
+    the file is missing, is not JSON, or has no valid categories.
     """
     text, categories = "", None
     with contextlib.suppress(OSError, DataError):  # reported by read_coco

@@ -164,9 +164,8 @@ def read_folders_once() -> Iterator[None]:
 def read_folder(entry: Mapping[str, Any]) -> Conversion:
     """The COCO files of the folder ``root`` of a mixture entry.
 
-    Raises:
-        ConfigError: If the format is unknown or ambiguous.
-        DataError: If the data cannot be read.
+    ConfigError if the format is unknown or ambiguous; DataError if the data cannot be
+    read.
     """
     options = Options.of(entry)
     if (problem := problem_of_format(options.format)) is not None:

@@ -52,14 +52,12 @@ def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
     ``image_size`` is the longest side in pixels, or width and height: the ``scale`` of
     the ``Resize`` of evaluation. If it is not, that ``Resize`` gets it, and all other
     sizes of the pipelines change in proportion: those of training, padding, crops, and
-    a ``pad_size_divisor`` that pads each image to one canvas.
+    a ``pad_size_divisor`` that pads each image to one canvas. ConfigError if it is no
+    size, evaluation does not resize, or only a part of the sizes is of another image
+    size.
 
     Returns:
         A note if sizes changed: a config may have inherited ``image_size``.
-
-    Raises:
-        ConfigError: If it is no size, evaluation does not resize, or only a part of the
-            sizes is of another image size.
     """
     wanted = cfg.get("image_size")
     if wanted is None:
@@ -98,11 +96,10 @@ def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
 def choose_tiles(cfg: Mapping[str, Any]) -> list[str]:
     """Replace ``tile="auto"`` in the mixture of a config by a number or None, in place.
 
+    ConfigError if training data is no COCO file and no folder, or is not resized.
+
     Returns:
         What was chosen, and why, for each such dataset.
-
-    Raises:
-        ConfigError: If training data is no COCO file and no folder, or is not resized.
     """
     notes = []
     dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}
@@ -207,11 +204,10 @@ def pipelines_of(cfg: Mapping[str, Any], loader: str) -> dict[str, Sequence[Any]
         return {f"dataset {n}": steps for n, steps in enumerate(_chains(dataset))}
     common, split = mixtures[0].get("pipeline") or (), mixtures[0].get("split", "train")
     entries = mixtures[0].get("datasets") or cfg.get("mixture") or ()
-    own = {  # a folder has none, and looking at it takes time
-        spec.name: spec.pipeline(split) if spec.root is None else None
+    return {  # a folder has none of its own, and looking at it takes time
+        spec.name: (spec.pipeline(split) if spec.root is None else None) or common
         for spec in parse_mixture(entries)
     }
-    return {name: steps or common for name, steps in own.items()}
 
 
 def _chains(dataset: Mapping[str, Any]) -> Iterator[list[Any]]:
@@ -230,13 +226,11 @@ def check_views(cfg: Mapping[str, Any]) -> list[str]:
 
     Compared is all that is not random: loading with EXIF orientation and channel order,
     size, aspect ratio, padding, normalization, and any other step. The top-level key
-    ``pipeline_check="off"`` skips the check.
+    ``pipeline_check="off"`` skips the check. ConfigError if an image looks different;
+    it names both steps.
 
     Returns:
         Notes on pipelines that cannot be compared.
-
-    Raises:
-        ConfigError: If an image looks different; it names both steps.
     """
     notes: dict[str, None] = {}
     if cfg.get("pipeline_check", "on") == "off":
@@ -343,10 +337,8 @@ def _draws(step: Mapping[str, Any], state: Mapping[str, Any]) -> list[dict[str, 
 
 def _is_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two results show the same: pixels, and how many of them are image."""
-    if ("img" in one) != ("img" in other):
-        return False
-    if "img" not in one:
-        return True
+    if "img" not in one or "img" not in other:
+        return ("img" in one) == ("img" in other)
     (a, b), shapes = (one["img"], other["img"]), (one["img_shape"], other["img_shape"])
     is_alike = a.shape == b.shape and tuple(shapes[0][:2]) == tuple(shapes[1][:2])
     return is_alike and np.allclose(a, b)
@@ -362,8 +354,7 @@ def _compare(train: View, test: View, *, where: str) -> None:
         return
     steps = [train.steps, test.steps]
     if train.is_resized:  # sizes differ by intention
-        same_load = _is_same(train.loaded, test.loaded)
-        skipped = 1 if same_load else 0
+        skipped = int(_is_same(train.loaded, test.loaded))
         steps = [
             [s for s in one[skipped:] if "Resize" not in str(s[0].get("type"))]
             for one in steps

@@ -131,11 +131,9 @@ class LabelFile:
     ) -> dict[str, str]:
         """Map the class names ``own`` of a dataset to the mixture, except dropped ones.
 
-        ``renamed`` is the ``rename`` of its entry.
-
-        Raises:
-            ConfigError: If a listed or renamed class is unknown, a class is both, an
-                unlisted one is an error, or no class stays.
+        ``renamed`` is the ``rename`` of its entry. ConfigError if a listed or renamed
+        class is unknown, a class is both, an unlisted one is an error, or no class
+        stays.
         """
         listed = self.datasets.get(dataset, {})
         for names, what in (
@@ -209,7 +207,6 @@ class LabelSpace:
     files.
 
     Args:
-        classes: All class names.
         dataset_names: The datasets, in the order of the mixture.
         dataset_classes: Per dataset: its class name -> name in ``classes``.
         groups: Per dataset: name of the group that shares experts.
@@ -231,10 +228,7 @@ class LabelSpace:
 
         With mode ``union`` equal class names are one class; with ``partitioned`` every
         dataset keeps its classes, as ``dataset/class``; a label file decides class by
-        class.
-
-        Raises:
-            ConfigError: If the mode is unknown, or the file does not fit.
+        class. ConfigError if the mode is unknown, or the file does not fit.
         """
         rules = mode if isinstance(mode, LabelFile) else read_label_space(mode)
         if isinstance(rules, str):
@@ -246,13 +240,11 @@ class LabelSpace:
                     f"{rules.where} lists the dataset {name!r}; "
                     f"{did_you_mean(name, names).replace('it has', 'the mixture has')}"
                 )
-        mappings = []
-        for spec in specs:
-            mappings.append(rules.mapping(spec.name, spec.own_classes, spec.rename))
+        mappings = [rules.mapping(s.name, s.own_classes, s.rename) for s in specs]
         classes = dict.fromkeys(name for m in mappings for name in m.values())
         return cls(
             classes=tuple(classes),
-            dataset_names=tuple(spec.name for spec in specs),
+            dataset_names=tuple(names),
             dataset_classes=tuple(mappings),
             groups=tuple(spec.group_name for spec in specs),
         )
@@ -280,8 +272,7 @@ class LabelSpace:
     def check(self, specs: Sequence[DatasetSpec], *, mode: str | LabelFile) -> None:
         """Reject a label space that does not follow from a mixture; reads no files.
 
-        Raises:
-            ConfigError: If the datasets or their entries have changed.
+        ConfigError if the datasets or their entries have changed.
         """
         names = tuple(spec.name for spec in specs)
         fits = names == self.dataset_names

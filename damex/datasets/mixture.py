@@ -128,7 +128,7 @@ class MixtureDataset(Dataset):
         self.specs = parse_mixture(datasets)
         self.split = split
         self.test_mode = split != "train" if test_mode is None else test_mode
-        self.filter_empty = filter_empty
+        self._filters = filter_empty and not self.test_mode  # images without boxes
         self.on_bad_box = on_bad_box
         self.max_refetch = max_refetch
         self.label_space = LabelSpace.of(self.specs, label_space)
@@ -218,16 +218,14 @@ class MixtureDataset(Dataset):
         if (windows := self._windows[source]) is not None:
             info["image_number"], info["window"] = windows[self._place(index)[1]]
         labels = self._labels[source]
-        for key in ("instances", "ground_truth"):
+        for key, field in (("instances", "bbox_label"), ("ground_truth", "label")):
             for instance in info.get(key, ()):
-                field = "label" if key == "ground_truth" else "bbox_label"
                 instance[field] = labels[instance[field]]
         info["predicted_labels"] = [labels[i] for i in info.get("predicted_labels", ())]
         info.update(self._identities[source], sample_idx=int(index))
         return info
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        self.locate(index)  # its IndexError ends "for sample in dataset"
         if not isinstance(index, SeededIndex):
             return self._fetch(index)
         with local_seed(index.seed):
@@ -235,7 +233,7 @@ class MixtureDataset(Dataset):
 
     def _fetch(self, index: int) -> dict[str, Any]:
         """Run the pipeline; in training, try the dataset's next image if it fails."""
-        source, inner = self.locate(index)
+        source, inner = self.locate(index)  # IndexError ends "for sample in dataset"
         size = self.sizes[source]
         others = 0 if self.test_mode else min(self.max_refetch, size - 1)
         for attempt in range(others + 1):
@@ -260,7 +258,7 @@ class MixtureDataset(Dataset):
             identity["ground_truth"] = info.get("ground_truth") or _as_ground_truth(
                 info["instances"]
             )
-        name, image = info["dataset_name"], self._image_record(info)
+        name, image = info["dataset_name"], self._image_record(info, source)
         raise_first(check_scales([image], self._scales[source]))
         try:
             packed = self.pipelines[source](info)
@@ -287,9 +285,8 @@ class MixtureDataset(Dataset):
         packed["data_samples"].set_metainfo(identity)
         return packed
 
-    def _image_record(self, info: Mapping[str, Any]) -> ImageRecord:
+    def _image_record(self, info: Mapping[str, Any], source: int) -> ImageRecord:
         """The image of a sample, for messages about its file."""
-        source, _ = self.locate(info["sample_idx"])
         location, path = self._locations[source], Path(info["img_path"])
         name = path.relative_to(location.root) if location.root else info.get("img_id")
         width, height = info.get("width"), info.get("height")
@@ -360,11 +357,6 @@ class MixtureDataset(Dataset):
         text = f"{self.split}: {spec.name}: {len(dataset)} images"
         print_log(text, logger="current", level=logging.INFO)
         return dataset
-
-    @property
-    def _filters(self) -> bool:
-        """Whether images without boxes are left out."""
-        return self.filter_empty and not self.test_mode
 
     def _complete(
         self, leaf: Mapping[str, Any], *, spec: DatasetSpec, own: tuple[str, ...]

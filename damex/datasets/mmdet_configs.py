@@ -49,8 +49,7 @@ def map_leaves(
 def declared_classes(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Classes that a (wrapped) dataset config or its class declares.
 
-    Raises:
-        ConfigError: If they are in a file, as mmengine allows, and it is missing.
+    ConfigError if they are in a file, as mmengine allows, and it is missing.
     """
     first = leaves(config)[0]
     declared = dict(first.get("metainfo") or {}).get("classes")
@@ -75,10 +74,8 @@ def _class_of(config: Mapping[str, Any]) -> Any:
 def check_class(config: Mapping[str, Any], dataset: str, *, has_choice: bool) -> None:
     """Reject dataset classes that are unknown or would mislabel.
 
-    Subclasses of mmdet's CocoDataset number chosen classes in file order.
-
-    Raises:
-        ConfigError: If a class, possibly wrapped, is unusable.
+    Subclasses of mmdet's CocoDataset number chosen classes in file order. ConfigError
+    if a class, possibly wrapped, is unusable.
     """
     inner = wrapped(config)
     for inner_config in inner:

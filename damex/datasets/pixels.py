@@ -24,14 +24,12 @@ DARK, BRIGHT = 0.1, 99.9
 
 
 class ImageHeader(NamedTuple):
-    """What the header of an image file says.
+    """What the header of an image file says; format and mode by Pillow's names.
 
     Args:
-        format: PIL's name of the format.
         size: Width and height as stored.
         orientation: EXIF orientation, 1 to 8; 1 is upright.
         is_deep: Whether channels have more than 8 bits.
-        mode: PIL's mode.
     """
 
     format: str = ""

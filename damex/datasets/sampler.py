@@ -325,8 +325,7 @@ def sampling_weights(
 ) -> np.ndarray:
     """Weights above 0 of the datasets of a mixture; see :class:`MixtureSampler`.
 
-    Raises:
-        ConfigError: If the options contradict each other or the entries.
+    ConfigError if the options contradict each other or the entries.
     """
     given = [spec.weight for spec in dataset.specs]
     has_weights = given[0] is not None  # all or none have one

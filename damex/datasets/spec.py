@@ -123,8 +123,7 @@ class DatasetSpec:
     def from_config(cls, entry: Mapping[str, Any], position: int) -> DatasetSpec:
         """Read one entry of ``mixture``.
 
-        Raises:
-            ConfigError: If a key is unknown, or a value is invalid.
+        ConfigError if a key is unknown, or a value is invalid.
         """
         if not isinstance(entry, Mapping):
             raise ConfigError(
@@ -218,8 +217,7 @@ class DatasetSpec:
     def pipeline(self, split: str) -> Sequence[Any] | None:
         """The source's own pipeline, which replaces the mixture's; None by default.
 
-        Raises:
-            ConfigError: If the datasets in a wrapper have different ones.
+        ConfigError if the datasets in a wrapper have different ones.
         """
         source = self.source(split)
         if not isinstance(source, Mapping):
@@ -265,10 +263,7 @@ class DatasetSpec:
         """The dataset's names of its training classes.
 
         From ``classes``, else the COCO file, else the metainfo of the mmdet dataset
-        class.
-
-        Raises:
-            ConfigError: If none of these names any class.
+        class. ConfigError if none of these names any class.
         """
         if self.classes is not None:
             return self.classes
@@ -294,9 +289,8 @@ def is_tile(value: Any) -> TypeGuard[int]:
 def parse_mixture(entries: Sequence[Mapping[str, Any]]) -> tuple[DatasetSpec, ...]:
     """Read and cross-check the entries of ``mixture``.
 
-    Raises:
-        ConfigError: If it is not a list, is empty, repeats a dataset, or has only some
-            weights.
+    ConfigError if it is not a list, is empty, repeats a dataset, or has only some
+    weights.
     """
     if not isinstance(entries, (list, tuple)) or not entries:
         raise ConfigError(

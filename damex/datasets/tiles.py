@@ -32,8 +32,7 @@ def tiled(
 ) -> Sequence[Any]:
     """Return a pipeline that looks at windows, behind its steps that load.
 
-    Raises:
-        ConfigError: If it has no such step, or ``side`` is not chosen yet.
+    ConfigError if it has no such step, or ``side`` is not chosen yet.
     """
     if side is None:
         return pipeline

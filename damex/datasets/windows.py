@@ -45,7 +45,6 @@ class Advice(NamedTuple):
 
     Args:
         tile: Side of the windows; None where whole images do.
-        reason: In words.
         small: Number of boxes below `SMALL` pixels where whole images are resized.
         views: Number of windows of an image of median size.
     """

@@ -90,11 +90,11 @@ class ProgressHook(Hook):
 
     after_test_iter = after_val_iter
 
-    def after_train(self, runner: Runner) -> None:
-        """Close the bar."""
-        self.close()
+    def close(self, *_: Any) -> None:
+        """Remove the bar from the screen."""
+        self._bar.stop()
 
-    after_test = after_train
+    after_train = after_test = close
 
     def after_val(self, runner: Runner) -> None:
         """Return to the training bar."""
@@ -111,10 +111,6 @@ class ProgressHook(Hook):
         pace = self._paces.setdefault(label, Pace(total))
         self._bar.begin(label, total, done=done, pace=pace)
         self._bar.start()
-
-    def close(self) -> None:
-        """Remove the bar from the screen."""
-        self._bar.stop()
 
 
 def describe_experts(model: nn.Module) -> str:

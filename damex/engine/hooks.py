@@ -20,7 +20,7 @@ from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
-from damex.moe import LayerTally, RoutingTally, add_tallies, decay_to_mean
+from damex.moe import LayerTally, add_tallies, decay_to_mean
 
 # Curves of more experts would crowd out all others.
 MAX_CURVES = 16
@@ -234,7 +234,7 @@ class RoutingAlarmHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Start the tally of the detector."""
         if (detector := routed_detector(runner)) is not None:
-            detector.tally = RoutingTally()
+            detector.tally = {}
         self._epoch, self._iters = {}, 0
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
@@ -271,7 +271,8 @@ class RoutingAlarmHook(Hook):
         detector = routed_detector(runner)
         if detector is None or detector.tally is None:
             return
-        taken = {name: summed(t) for name, t in detector.tally.take().items()}
+        taken = {name: summed(tally) for name, tally in detector.tally.items()}
+        detector.tally = {}
         add_tallies(self._epoch, taken)
         if scalars := routing_scalars(taken):
             runner.visualizer.add_scalars(scalars, step=step)

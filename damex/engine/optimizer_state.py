@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from mmengine.optim import OptimWrapper, OptimWrapperDict
+from mmengine.optim import OptimWrapper
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -29,9 +29,8 @@ MOMENTS = {"exp_avg_sq": "second", "max_exp_avg_sq": "second"}
 
 def optimizer_of(optim_wrapper: Any) -> Optimizer | None:
     """Return the optimiser of a wrapper; None for a wrapper of several."""
-    is_one = isinstance(optim_wrapper, OptimWrapper)
-    is_one = is_one and not isinstance(optim_wrapper, OptimWrapperDict)
-    return optim_wrapper.optimizer if is_one else None
+    is_built = isinstance(optim_wrapper, OptimWrapper)  # in evaluation it is a config
+    return getattr(optim_wrapper, "optimizer", None) if is_built else None
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:

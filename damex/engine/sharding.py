@@ -150,7 +150,7 @@ def reduce_before_steps(wrapper: OptimWrapper, gradients: ExpertGradients) -> No
     """
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-    if not isinstance(wrapper, OptimWrapper):
+    if optimizer_of(wrapper) is None:
         raise ConfigError(
             f"moe.expert_parallel needs one optim_wrapper, got {type(wrapper).__name__}"
             "; set optim_wrapper.type='OptimWrapper', or moe.expert_parallel=1."

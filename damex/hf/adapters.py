@@ -5,7 +5,6 @@ Axes: B images, N tokens, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from damex.models.blocks import MoEFFN
 from damex.models.build import build_layer, module_class
 from damex.models.config import MoEConfig
 from damex.models.context import RoutingContext
-from damex.models.insertion import InsertionReport, layer_notes
+from damex.models.insertion import InsertionReport, layer_notes, report_row
 from damex.models.sites import layer_numbers
 from damex.moe import MoELayer, SharedExpert
 
@@ -100,8 +99,14 @@ def insert_adapters(
     """
     _check(config)
     rows, layer = [], None
-    for component, number, site in _chosen(sites, config):
-        mlp: Any = site.mlp
+    numbers = [
+        (component, number)
+        for component, chosen in config.layers.chosen.items()
+        for number in layer_numbers(chosen, len(sites[component]), component)
+    ]
+    for component, number in numbers:
+        site: Any = sites[component][number]
+        mlp = site.mlp
         width = next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
         shared = dict(embed_dims=width, hidden_dims=1)
         layer = build_layer(
@@ -119,26 +124,9 @@ def insert_adapters(
             with_cp=config.with_cp,
         )
         mlp.register_forward_hook(site.adapter.add_to)
-        dense, own = (
-            sum(p.numel() for p in module.parameters())
-            for module in (mlp, site.adapter)
-        )
-        rows.append(
-            f"{site.adapter.name}: {type(mlp).__name__} ({dense:,} parameters), "
-            f"beside it {layer.num_experts} experts ({own:,})"
-        )
+        rows.append(report_row(site.adapter, mlp, f"beside {type(mlp).__name__}"))
     assert layer is not None  # read_moe rejects a choice of no layer
     return InsertionReport(tuple(rows), (*layer_notes(layer),))
-
-
-def _chosen(
-    sites: dict[str, list[nn.Module]], config: MoEConfig
-) -> Iterator[tuple[str, int, Any]]:
-    """Yield component, number and module of the layers that ``moe.layers`` selects."""
-    for component, chosen in config.layers.chosen.items():
-        layers = sites[component]
-        for number in layer_numbers(chosen, len(layers), component):
-            yield component, number, layers[number]
 
 
 def _check(config: MoEConfig) -> None:

@@ -25,7 +25,7 @@ from damex.models.config import MoEConfig
 from damex.models.dataset_classifier import class_scores
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import InsertionReport
-from damex.models.queries import check_cells
+from damex.models.queries import check_cells, relative_boxes
 from damex.models.timm_backbone import TimmBackbone
 
 
@@ -132,8 +132,8 @@ class TransformersDetector(BaseDetector):
 
     def loss(self, batch_inputs: Tensor, batch_data_samples: list) -> dict:
         """Compute Transformers' losses, whose sum is its loss."""
-        size = _size_of(batch_inputs)
-        labels = [_labels_of(sample, size) for sample in batch_data_samples]
+        shape = batch_inputs.shape[-2:]
+        labels = [_labels_of(sample, shape) for sample in batch_data_samples]
         ratio_B4 = _image_ratio(batch_data_samples, batch_inputs)
         self._check_cells(batch_inputs)
         num_boxes = sum(len(one["boxes"]) for one in labels)
@@ -257,20 +257,15 @@ def _timm_backbone(config: Mapping[str, Any]) -> TimmBackbone:
     return MODELS.build(config)
 
 
-def _size_of(images: Tensor) -> Tensor:
-    """Width, height, width and height of padded images, in pixels."""
-    height, width = images.shape[-2:]
-    return images.new_tensor([width, height, width, height])
-
-
 def _image_ratio(samples: Sequence[Any], images: Tensor) -> Tensor:
     """Sides of each image as shares (B, 4) of those of the padded input."""
     sides = [sample.metainfo["img_shape"][1::-1] for sample in samples]
-    return images.new_tensor([[*side, *side] for side in sides]) / _size_of(images)
+    size_4 = images.new_tensor([*images.shape[:-3:-1]] * 2)
+    return images.new_tensor([[*side, *side] for side in sides]) / size_4
 
 
-def _labels_of(sample: Any, size_4: Tensor) -> dict[str, Tensor]:
-    """Objects of an image as Transformers takes them."""
+def _labels_of(sample: Any, shape: Sequence[int]) -> dict[str, Tensor]:
+    """Objects of an image as Transformers takes them; ``shape`` is of the batch."""
     truth = sample.gt_instances
-    boxes_K4 = getattr(truth.bboxes, "tensor", truth.bboxes) / size_4
+    boxes_K4 = relative_boxes(truth.bboxes, shape)
     return dict(class_labels=truth.labels, boxes=bbox_xyxy_to_cxcywh(boxes_K4))

@@ -73,8 +73,7 @@ def frame_count(video: cv2.VideoCapture) -> int:
 def frames_of(path: Path) -> Iterator[np.ndarray]:
     """Iterate over the frames of a video, uint8 (height, width, 3) in BGR.
 
-    Raises:
-        DataError: If it cannot be read, or ends early (known after the last frame).
+    DataError if it cannot be read, or ends early (known after the last frame).
     """
     video, read, reached = open_video(path), 0, 0
     fps = video.get(cv2.CAP_PROP_FPS)
@@ -110,10 +109,8 @@ class Inputs:
     def __call__(self, image: Picture) -> dict[str, Any]:
         """Preprocess one image into mmdet's ``inputs`` and ``data_samples``.
 
-        ``pixels`` is the loaded image, in BGR; `detect` leaves it out.
-
-        Raises:
-            DataError: If it cannot be read, or the pipeline rejects it.
+        ``pixels`` is the loaded image, in BGR; `detect` leaves it out. DataError if it
+        cannot be read, or the pipeline rejects it.
         """
         if not isinstance(image, str | os.PathLike):
             rgb, levels = _checked(image)

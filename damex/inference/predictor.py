@@ -16,21 +16,8 @@ from mmengine.device import get_device
 
 from damex.datasets.spec import TYPES, is_tile
 from damex.datasets.tiles import joined
-from damex.errors import (
-    ConfigError,
-    DataError,
-    check_number,
-    check_sizes,
-    printable,
-)
-from damex.inference.media import (
-    Inputs,
-    Picture,
-    as_rgb,
-    as_several,
-    detect,
-    is_video,
-)
+from damex.errors import ConfigError, DataError, check_number, check_sizes, printable
+from damex.inference.media import Inputs, Picture, as_rgb, as_several, detect, is_video
 from damex.inference.stored import DetectorCheckpoint
 from damex.models.dataset_classifier import classifies_datasets, condition_on_dataset
 
@@ -45,7 +32,7 @@ class Prediction:
         height: Image height in pixels.
         boxes: (n, 4) as x1, y1, x2, y2 in pixels.
         scores: (n,) in [0, 1].
-        labels: (n,) indices into ``Predictor.classes``.
+        labels: (n,) indices into ``Detector.classes``.
         names: Class names of the labels.
         dataset: The dataset whose classes were detected; None for all classes.
         probabilities: Predicted probability of each dataset group; they sum to 1. Empty
@@ -112,33 +99,16 @@ class _Choice:
 class Predictor:
     """A trained detector with its classes and preprocessing, from a checkpoint alone.
 
-    Threads may share it: they take turns at the detector.
-
-    Untrusted checkpoints are safe: weights and config are read as data, and only
-    classes and arguments of an allow-list are built from the config.
-
-    Args:
-        checkpoint: A .pth file written by a damex training.
-        device: Such as ``cpu`` or ``cuda:0``; by default a GPU if available.
-        trust: Allow all classes and arguments, and import the ``custom_imports``.
+    `damex.Detector` documents arguments and errors. Threads may share it: they take
+    turns at the detector.
 
     Attributes:
-        classes: Names of the classes of all datasets.
-        datasets: Class names by dataset.
         can_tell: Whether the detector predicts the dataset of an image.
         auto_note: What ``dataset="auto"`` cannot do for this detector, or None.
-
-    Raises:
-        DataError: If the checkpoint cannot be read, or needs ``trust``.
-        ConfigError: If damex did not train it on a mixture, or the device is missing.
     """
 
     def __init__(
-        self,
-        checkpoint: str | Path,
-        *,
-        device: str | None = None,
-        trust: bool = False,
+        self, checkpoint: str | Path, *, device: str | None = None, trust: bool = False
     ) -> None:
         self._stored = DetectorCheckpoint.read(str(checkpoint), trust=trust)
         self.tile_of = self._stored.tile_of
@@ -181,38 +151,10 @@ class Predictor:
         return self._stored.mixture
 
     def __call__(
-        self,
-        images: Picture | Iterable[Picture],
-        *,
-        dataset: str = "auto",
-        min_score: float = 0.3,
-        batch_size: int = 8,
-        tile: Tile = "auto",
+        self, images: Picture | Iterable[Picture], **options: Any
     ) -> list[Prediction]:
-        """Detect objects.
-
-        Args:
-            images: Files of images or videos, PIL images, or uint8 arrays (height,
-                width, 3) in RGB; one or several.
-            dataset: Whose classes to detect. ``auto``: those of the predicted dataset;
-                if the detector cannot predict it, of its only dataset or of all. A
-                name: those of that dataset, with its experts for all images. ``all``:
-                those of all datasets.
-            min_score: Minimum score of detections.
-            batch_size: Images read at once; those of one shape share a forward pass.
-            tile: Side of the windows to look through, in pixels of the image; None for
-                whole images. ``auto``: that of the dataset in training.
-
-        Returns:
-            One prediction per image and frame, in order.
-
-        Raises:
-            ConfigError: If the dataset is unknown.
-            DataError: If an image cannot be read.
-            ValueError: If a number is out of range.
-        """
-        several = as_several(images)
-        return [*self.stream(several, dataset, min_score, batch_size, tile=tile)]
+        """Return what :meth:`stream` yields for one image or several."""
+        return [*self.stream(as_several(images), **options)]
 
     def stream(
         self,
@@ -225,11 +167,12 @@ class Predictor:
         keep_images: bool = False,
         skip: Skip = None,
     ) -> Iterator[Prediction]:
-        """Detect objects as :meth:`__call__` does, yielding one image at a time.
+        """Detect as `damex.Detector.predict` does in files, PIL images or arrays.
 
-        ``skip`` is called with the error of an unusable image, which is then left out;
-        by default the error is raised. With ``keep_images``, predictions hold their
-        pixels.
+        Yields one prediction per image and frame, in order. If the detector cannot
+        predict the dataset, ``auto`` stands for its only one, or for all. ``skip`` is
+        called with the error of an unusable image, which is then left out; by default
+        the error is raised. With ``keep_images``, predictions hold their pixels.
         """
         check_number("Predictor", "in [0, 1]", min_score=min_score)
         check_sizes("Predictor", batch_size=batch_size)
@@ -256,17 +199,9 @@ class Predictor:
     ) -> dict[str, Any]:
         """Average precision per dataset, as in ``summary.json``.
 
-        Args:
-            entries: ``mixture`` entries whose names are datasets of the detector; by
-                default those of the training. One without ``tile`` is seen as in it.
-            split: ``train``, ``val`` or ``test``.
-            batch_size: Images per forward pass.
-            classwise: Whether to add ``classes``, the AP of each class, and
-                ``confusion``, the images by the group whose experts they went to.
-
-        Raises:
-            ConfigError: If an entry is invalid, or of an unknown dataset.
-            DataError: If its data cannot be read.
+        As by `damex.Detector.evaluate`, for ``entries`` of a mixture whose names are
+        datasets of the detector; by default those of the training. One without ``tile``
+        is seen as in it.
         """
         check_sizes("Predictor", batch_size=batch_size)
         chosen = [
@@ -306,7 +241,7 @@ class Predictor:
     ) -> Iterator[Prediction]:
         """Predictions of preprocessed images."""
         while batch := list(islice(packed, batch_size)):
-            side = self._side(tile, choice)
+            side = choice.tile if isinstance(tile, str) else tile
             rows: Iterable[Any] = self._run_each(batch, choice, skip)
             if choice.dataset is not None and side is not None:
                 rows = ((one, None) for one in batch)  # only windows are looked at
@@ -315,7 +250,7 @@ class Predictor:
                 chosen, sample = choice, whole
                 if choice.labels is None:  # as the image was found to be
                     chosen = self._of_group(whole.predicted_group)
-                    side = self._side(tile, chosen)
+                    side = chosen.tile if isinstance(tile, str) else tile
                     sample.pred_instances = whole.dataset_instances
                 if side is not None:
                     sample = self._through_windows(one, chosen, side, batch_size)
@@ -387,16 +322,8 @@ class Predictor:
         rows = enumerate(self.datasets)
         return [name for n, name in rows if self.label_space.group_id(n) == group]
 
-    @staticmethod
-    def _side(tile: Tile, choice: _Choice) -> int | None:
-        """Side of the windows to look through; None for the whole image."""
-        return tile if isinstance(tile, int) or tile is None else choice.tile
-
     def _packed(
-        self,
-        images: Iterable[Picture],
-        choice: _Choice,
-        skip: Skip,
+        self, images: Iterable[Picture], choice: _Choice, skip: Skip
     ) -> Iterator[dict[str, Any]]:
         """Preprocessed inputs of the detector."""
         for image in images:

@@ -187,10 +187,8 @@ PUBLISHED = re.compile(r"(torchvision|open-mmlab)://[\w/.-]+")
 def check_parts(parts: Mapping[str, Any], *, where: str) -> None:
     """Reject keys of a config that would build or reach what is not allowed.
 
-    ``where`` is the origin of the config, for error messages.
-
-    Raises:
-        DataError: If a type or a text is not in the allow-list.
+    ``where`` is the origin of the config, for error messages. DataError if a type or a
+    text is not in the allow-list.
     """
     for key, part in parts.items():
         for place, value, slot in _refused(part, str(key), "", _place("", key)):
@@ -228,9 +226,7 @@ def forget_pretrained(
 def _reads(value: Any, keep_published: bool) -> bool:
     """Whether an ``init_cfg`` reads a file or an address, at any depth."""
     if isinstance(value, dict):
-        if "checkpoint" in value and _names_weights(
-            value["checkpoint"], keep_published
-        ):
+        if _names_weights(value.get("checkpoint"), keep_published):
             return True
         value = value.values()
     elif not isinstance(value, (list, tuple)):
@@ -330,10 +326,8 @@ def read_literals(text: str, *, where: str) -> dict[str, Any]:
     """Read the assignments of a config dumped by mmengine: literals and ``dict(...)``.
 
     Checkpoints can be untrusted, and mmengine would execute their config. ``where`` is
-    the origin of the text, for error messages.
-
-    Raises:
-        DataError: If the text contains anything else.
+    the origin of the text, for error messages. DataError if the text contains anything
+    else.
     """
     found, line = {}, 0
     try:

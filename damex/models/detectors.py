@@ -53,7 +53,7 @@ from damex.models.queries import (
 from damex.models.sites import check_widths
 from damex.models.starts import copy_draws, fork_rng
 from damex.models.timm_backbone import check_neck
-from damex.moe import RoutingTally, gathered_experts
+from damex.moe import LayerTally, add_tallies, gathered_experts
 
 if TYPE_CHECKING:
     from mmdet.models.detectors import DetectionTransformer as _Detector
@@ -117,7 +117,7 @@ class RoutedDetector(_Detector):
                 )
             self.bbox_head.sync_cls_avg_factor = True  # over all processes
         self.counts_tokens = False
-        self.tally: RoutingTally | None = None
+        self.tally: dict[str, LayerTally] | None = None
         self.channel_gating: Any = None
         self._moe = None if moe is None else read_moe(moe)
         self._warmup: Any = None
@@ -220,7 +220,8 @@ class RoutedDetector(_Detector):
             losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
             if self.training and self.tally is not None:
-                self.tally.add(self.routing.records)
+                records = self.routing.records.items()
+                add_tallies(self.tally, {n: LayerTally.of(one) for n, one in records})
             if self.awareness is not None:
                 losses.update(self.awareness.losses(groups))
             gates = self.routing.gates

@@ -48,15 +48,18 @@ class InsertionReport:
         rows: A line on each block: its name, the dense module, numbers of parameters.
         notes: Warnings about settings that work but are probably unintended.
         layout: Which process has which experts; empty if each has all.
+        title: The first line; by default it counts layers with experts.
     """
 
     rows: tuple[str, ...]
     notes: tuple[str, ...] = ()
     layout: str = ""
+    title: str = ""
 
     def __str__(self) -> str:
         rows = (*self.rows, self.layout) if self.layout else self.rows
-        return "\n  ".join([f"experts in {len(self.rows)} layers:", *rows])
+        title = self.title or f"experts in {len(self.rows)} layers:"
+        return "\n  ".join([title, *rows])
 
 
 def insert_moe(
@@ -233,15 +236,15 @@ def _check_blocks(detector: nn.Module, blocks: Sequence[MoEBlock]) -> None:
 def layer_notes(moe: MoELayer) -> Iterator[str]:
     """Warn about losses without an effect, misleading scores and untaught routers."""
     is_taught = any(loss.needs_groups for loss in moe.losses)
-    if moe.group_experts_GE is not None:
-        k, fewest = getattr(moe.gate, "k", 1), int(moe.group_experts_GE.sum(1).min())
-        if k > fewest and is_taught:
-            yield (
-                f"moe.gate.k is {k}, but a dataset group has {fewest} of the "
-                f"{moe.num_experts} experts: its tokens always reach experts of other "
-                f"groups, too, against what moe.losses teaches; set k={fewest}, or "
-                f"num_experts={k * len(moe.group_experts_GE)} or more."
-            )
+    sizes = [] if moe.group_experts_GE is None else moe.group_experts_GE.sum(1).tolist()
+    k = getattr(moe.gate, "k", 1)
+    if is_taught and sizes and k > min(sizes):
+        yield (
+            f"moe.gate.k is {k}, but a dataset group has {min(sizes)} of the "
+            f"{moe.num_experts} experts: its tokens always reach experts of other "
+            f"groups, too, against what moe.losses teaches; set k={min(sizes)}, or "
+            f"num_experts={k * len(sizes)} or more."
+        )
     if moe.gate.has_constant_weights and not any(x.weight for x in moe.losses):
         yield (
             f"moe.gate: the weights of this {type(moe.gate).__name__} are always 1, "
@@ -277,10 +280,7 @@ def layer_notes(moe: MoELayer) -> Iterator[str]:
             "comes from, which it has to know in evaluation; add "
             "dict(type='DatasetRoutingLoss', weight=0.1) to moe.losses."
         )
-    is_one_to_one = moe.group_experts_GE is not None and bool(
-        (moe.group_experts_GE.sum(1) == 1).all()
-    )
-    if choice.teacher_forcing and is_one_to_one and balance:
+    if choice.teacher_forcing and {*sizes} == {1} and balance:
         yield (
             "moe.losses: with teacher_forcing and one expert per dataset group the "
             "datasets decide the load, which LoadBalanceLoss cannot change: it only "

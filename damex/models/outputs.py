@@ -34,7 +34,7 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
     result = {name: torch.stack(v).mean() for name, v in collected.items()}
     if hits:
         right, tokens = torch.stack(hits).sum(0)
-        result["moe_routing_accuracy"] = right / tokens
+        result["moe_routing_accuracy"] = right / tokens.clamp_min(1)
     if drops:
         dropped, asked = torch.stack(drops).sum(0)
         result["moe_drop_rate"] = dropped / asked.clamp_min(1)
@@ -49,24 +49,24 @@ def count_tokens_BE(record: RoutingRecord) -> Tensor:
     return count_pairs(image_V, expert_V, size)[:, :-1]
 
 
-def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> list:
+def attach_routing(samples: list, records: Mapping[str, RoutingRecord]) -> None:
     """Write the routing of each image into the metainfo of its data sample.
 
     ``routing_counts`` maps layer names to E token counts; ``group_experts`` lists the
     experts of each dataset group, if known. Dense detectors have no records.
     """
     if not records:
-        return samples
+        return
     counts = {name: count_tokens_BE(one).tolist() for name, one in records.items()}
     groups_GE = next(iter(records.values())).group_experts_GE  # same in all layers
+    more = {}
+    if groups_GE is not None:
+        more["group_experts"] = [
+            row.nonzero()[:, 0].tolist() for row in groups_GE.cpu()
+        ]
     for image, sample in enumerate(samples):
-        sample.set_metainfo(
-            dict(routing_counts={name: rows[image] for name, rows in counts.items()})
-        )
-        if groups_GE is not None:
-            experts = [row.nonzero().flatten().tolist() for row in groups_GE.cpu()]
-            sample.set_metainfo(dict(group_experts=experts))
-    return samples
+        counted = {name: rows[image] for name, rows in counts.items()}
+        sample.set_metainfo(dict(more, routing_counts=counted))
 
 
 def add_dataset_instances(

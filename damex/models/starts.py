@@ -325,11 +325,10 @@ def phase_starts(block: Any, state: Mapping[str, Any], prefix: str) -> dict[str,
     """The starts of experts of which a dense phase has trained only one."""
     if block.dense_phase is not None or not bool(state.get(prefix + FLAG, False)):
         return {}
-    names = [name for name in block.state_dict() if name.startswith(ROUTED)]
     return {
         name: Start(prefix + name, copies_of_one)
-        for name in names
-        if prefix + name in state
+        for name in block.state_dict()
+        if name.startswith(ROUTED) and prefix + name in state
     }
 
 

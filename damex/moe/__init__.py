@@ -17,7 +17,6 @@ from damex.moe.losses import (
 )
 from damex.moe.metrics import (
     LayerTally,
-    RoutingTally,
     add_tallies,
     dispatch_counts,
     dispatch_entropy,

@@ -5,10 +5,7 @@ Axes: V tokens that count, E experts, G dataset groups, P pairs of them.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import ClassVar, Literal, get_args
 
 import torch
@@ -45,7 +42,6 @@ class RoutingLoss:
 
         `num_groups` is None without a group-expert map.
         """
-        del gate
         check_number(f"loss {self.name!r}", ">= 0", weight=self.weight)
         if self.needs_groups and num_groups is None:
             raise ValueError(
@@ -85,16 +81,10 @@ class RoutingLoss:
         self, record: RoutingRecord, index_V: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the groups of tokens that count and the experts of groups."""
-        if record.group_ids_V is None or record.group_experts_GE is None:
-            raise ValueError(
-                f"{type(self).__name__}: the routing record needs group_ids_V and "
-                "group_experts_GE; give the layer group_experts and its forward "
-                "group_ids_B"
-            )
-        ids_V = record.group_ids_V
+        ids_V, experts_GE = record.groups(type(self).__name__)
         if index_V is not None:
             ids_V = ids_V.index_select(0, index_V)
-        return ids_V, record.group_experts_GE
+        return ids_V, experts_GE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,8 +244,8 @@ class SeparateRouterLoss(RoutingLoss):
 
     For two dataset groups, with y = +1 for group 0 and -1 for group 1 and router logits
     <w_g, x_v>, it is the mean of -y_v <w_0 - w_1, x_v> over the V tokens; for more, the
-    mean over `pairs` (a, b), by default all, of that on the tokens of a and b. The
-    logit of a group is the mean over its experts; tokens of unknown group are ignored.
+    mean over all pairs (a, b) of that on the tokens of a and b. The logit of a group is
+    the mean over its experts; tokens of unknown group are ignored.
 
     It is linear in the logits and has no minimum: gradient descent of a linear router
     moves w_0 - w_1 along the difference of the group means, so train for a fixed number
@@ -266,20 +256,14 @@ class SeparateRouterLoss(RoutingLoss):
 
     weight: float = 1.0
     name: str = "separate_router"
-    pairs: Sequence[tuple[int, int]] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._check_pairs(None)
 
     def check_layer(self, *, gate: Gate, num_groups: int | None) -> None:
-        """Reject a single group and pairs of unknown groups as well."""
+        """Reject a single group as well."""
         super().check_layer(gate=gate, num_groups=num_groups)
         if num_groups == 1:
             raise ValueError(
                 "SeparateRouterLoss: parts dataset groups and needs two or more, got 1"
             )
-        self._check_pairs(num_groups)
 
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None
@@ -287,7 +271,6 @@ class SeparateRouterLoss(RoutingLoss):
         """Compute the loss, see the base class."""
         ids_V, experts_GE = self._groups(record, index_V)
         num_groups = experts_GE.shape[0]
-        pairs = self.pairs or list(combinations(range(num_groups), 2))
         mask_GE = experts_GE.to(logits_VE.dtype)
         mean_GE = mask_GE / mask_GE.sum(1, keepdim=True)
         known_V1 = (ids_V >= 0).unsqueeze(1)
@@ -297,29 +280,13 @@ class SeparateRouterLoss(RoutingLoss):
             # sums_GG[a, b]: logits of group b, summed over the tokens of group a.
             sums_GG = own_VG.to(logits_VE.dtype).t() @ (logits_VE @ mean_GE.t())
         count_G = own_VG.sum(0)
-        first, second = ([pair[side] for pair in pairs] for side in (0, 1))
+        first, second = torch.triu_indices(num_groups, num_groups, 1)
         # pMoE, eq. 6: y <w_1 - w_2, x>, with y = +1 on group a and -1 on group b.
         gain_P = sums_GG[first, first] - sums_GG[first, second]
         gain_P = gain_P + sums_GG[second, second] - sums_GG[second, first]
         count_P = (count_G[first] + count_G[second]).clamp_min(1)
         # pMoE, eq. 6: the minus and 1/N.
         return -(gain_P / count_P).mean()
-
-    def _check_pairs(self, num_groups: int | None) -> None:
-        pairs, groups = self.pairs, range(num_groups or sys.maxsize)
-        is_valid = pairs is None or (
-            isinstance(pairs, (list, tuple))
-            and len(pairs) > 0
-            and all(isinstance(pair, (list, tuple)) for pair in pairs)
-            and all(len(pair) == len({*pair}) == 2 for pair in pairs)
-            and all(group in groups for pair in pairs for group in pair)
-        )
-        if not is_valid:
-            raise ValueError(
-                "SeparateRouterLoss: pairs must be None for all, or a list such as "
-                f"[(0, 1)], not empty, of two different groups in [0, "
-                f"{num_groups or 'G'}), got {pairs!r}"
-            )
 
 
 def _squared_cv(values_E: Tensor) -> Tensor:

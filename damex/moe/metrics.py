@@ -22,7 +22,10 @@ def dispatch_counts(record: RoutingRecord) -> Tensor:
 
     Raises ValueError if the record has no group ids or no group-expert map.
     """
-    (group_ids_V, own_GE), assignment = _groups(record), record.assignment
+    (group_ids_V, own_GE), assignment = (
+        record.groups("routing metrics"),
+        record.assignment,
+    )
     group_R = group_ids_V.index_select(0, assignment.token_index_R)
     size = (len(own_GE), record.num_experts)
     return count_pairs(group_R, assignment.expert_index_R, size)
@@ -83,7 +86,7 @@ def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
     forcing the expert of the largest logit counts, which the router would choose by
     itself. Raises ValueError if the record has no group ids or no group-expert map.
     """
-    group_ids_V, own_GE = _groups(record)
+    group_ids_V, own_GE = record.groups("routing metrics")
     top_V = record.logits_VE.argmax(1) if record.is_forced else top1_expert(record)
     own = functional.pad(own_GE, (0, 1))  # False without a route
     hit_V = torch.where(own[group_ids_V, top_V], group_ids_V, -1)
@@ -108,18 +111,6 @@ def top1_expert(record: RoutingRecord) -> Tensor:
     return candidate_R.new_full((assignment.num_tokens,), none).scatter_reduce(
         0, token_index_R, candidate_R, "amin"
     )
-
-
-def _groups(record: RoutingRecord) -> tuple[Tensor, Tensor]:
-    """Return the group of each token and the experts of groups."""
-    if record.group_ids_V is None:
-        raise ValueError(
-            "routing metrics: the record has no group ids; pass group_ids_B to the "
-            "forward of the layer"
-        )
-    if record.group_experts_GE is None:
-        raise ValueError("routing metrics: the layer has no group_experts")
-    return record.group_ids_V, record.group_experts_GE
 
 
 # In nats; below it, entropies are too close to each other to compare.
@@ -199,23 +190,6 @@ class LayerTally:
         """Experts that no token chose, except those of groups without tokens."""
         is_unused_E = (self.share_E == 0) & (self.expected_E > 0)
         return is_unused_E.nonzero().flatten().tolist()
-
-
-class RoutingTally:
-    """Choices of all layers of a detector since the last `take`."""
-
-    def __init__(self) -> None:
-        self._layers: dict[str, LayerTally] = {}
-
-    def add(self, records: Mapping[str, RoutingRecord]) -> None:
-        """Count one step, given records by layer name; does not synchronize a GPU."""
-        tallies = {name: LayerTally.of(record) for name, record in records.items()}
-        add_tallies(self._layers, tallies)
-
-    def take(self) -> dict[str, LayerTally]:
-        """Return the counts and reset them."""
-        taken, self._layers = self._layers, {}
-        return taken
 
 
 def add_tallies(to: dict[str, LayerTally], more: Mapping[str, LayerTally]) -> None:

@@ -67,12 +67,8 @@ def expert_parameters(
     Returns one group per MoE layer for `NormalizedGD`, and all other parameters
     (routers and shared experts among them). Raises ValueError without an MoE layer.
     """
-    banks = [m.experts for m in model.modules() if isinstance(m, MoELayer)]
-    groups: list[dict[str, Any]] = [
-        dict(params=list(bank.parameters()))
-        for bank in banks
-        if isinstance(bank, nn.Module)
-    ]
+    banks: list[Any] = [m.experts for m in model.modules() if isinstance(m, MoELayer)]
+    groups: list[dict[str, Any]] = [dict(params=[*bank.parameters()]) for bank in banks]
     if not groups:
         raise ValueError("expert_parameters: the model has no MoELayer")
     taken = {id(p) for group in groups for p in group["params"]}

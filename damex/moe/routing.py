@@ -283,6 +283,15 @@ class RoutingRecord:
         """E."""
         return self.logits_VE.shape[1]
 
+    def groups(self, reader: str) -> tuple[Tensor, Tensor]:
+        """Groups of tokens, experts of groups; ValueError that names the `reader`."""
+        if self.group_ids_V is None or self.group_experts_GE is None:
+            raise ValueError(
+                f"{reader}: the routing record needs group_ids_V and group_experts_GE; "
+                "give the layer group_experts and its forward group_ids_B"
+            )
+        return self.group_ids_V, self.group_experts_GE
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupChoice:

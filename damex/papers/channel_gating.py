@@ -7,7 +7,6 @@ height and width, E entries of the embedding.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from damex.errors import ConfigError
 from damex.models.build import build_module
 from damex.models.config import ChannelConfig, LayersConfig
 from damex.models.context import RoutingContext
-from damex.models.insertion import EXTENSIONS
+from damex.models.insertion import EXTENSIONS, InsertionReport
 from damex.models.queries import image_mask_of
 from damex.models.sites import chosen_layers, chosen_stages
 from damex.papers.channels import (
@@ -254,27 +253,6 @@ class ChannelGating(nn.Module):
         return result
 
 
-@dataclass(frozen=True)
-class ChannelReport:
-    """Gated layers and the cost of gating."""
-
-    channels: dict[str, int]
-    parameters: int
-    frozen: bool
-    notes: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        state = ", frozen: load the gates of stage 1" if self.frozen else ""
-        rows = [f"  {name}: {count} channels" for name, count in self.channels.items()]
-        return "\n".join(
-            [
-                f"gates on {sum(self.channels.values()):,} channels of {len(rows)} "
-                f"layers ({self.parameters:,} parameters more{state}):",
-                *rows,
-            ]
-        )
-
-
 def insert_channels(
     detector: Any,
     layers: LayersConfig,
@@ -282,7 +260,7 @@ def insert_channels(
     *,
     context: RoutingContext,
     num_groups: int | None,
-) -> tuple[ChannelGating, ChannelReport]:
+) -> tuple[ChannelGating, InsertionReport]:
     """Gate the channels of chosen layers; return their gating path and a report.
 
     The detector has to register the path. ``num_groups`` is None outside of a mixture.
@@ -314,7 +292,13 @@ def insert_channels(
         path.freeze()
     gating = ChannelGating(path, settings)
     parameters = sum(p.numel() for p in gating.parameters())
-    return gating, ChannelReport(channels, parameters, path.frozen)
+    state = ", frozen: load the gates of stage 1" if path.frozen else ""
+    title = (
+        f"gates on {sum(channels.values()):,} channels of {len(channels)} layers "
+        f"({parameters:,} parameters more{state}):"
+    )
+    rows = (f"{name}: {count} channels" for name, count in channels.items())
+    return gating, InsertionReport(tuple(rows), title=title)
 
 
 def _build_embedding(

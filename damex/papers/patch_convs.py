@@ -16,7 +16,7 @@ from damex.models.context import RoutingContext
 from damex.models.insertion import INSERTERS, report_row
 from damex.models.sites import chosen_stages
 from damex.models.starts import ROUTED, Start
-from damex.moe import MoELayer, Packing
+from damex.moe import Packing
 from damex.papers.patches import PatchConvExperts, real_patches, route_patches
 
 
@@ -27,23 +27,15 @@ class MoEPatchConv(MoEBlock):
     dense convolution each expert starts as its slice of the output channels.
     """
 
-    def __init__(
-        self,
-        moe: MoELayer,
-        *,
-        name: str,
-        context: RoutingContext,
-        with_cp: bool = False,
-    ) -> None:
-        super().__init__(moe, name=name, context=context, with_cp=with_cp)
-
     def starts(self, state: Mapping[str, Any], prefix: str) -> dict[str, Start]:
         """Return the start from the kernel of a dense convolution."""
         key, kernel = f"{prefix}weight", state.get(f"{prefix}weight")
         own = cast(PatchConvExperts, self.moe.experts).weight_EOCKK
         if kernel is None or kernel.shape != own.flatten(0, 1).shape:
             return {}  # the loader reports the keys that do not fit
-        return {f"{ROUTED}weight_EOCKK": Start(key, _divided)}
+        # An expert gets its part of the output channels of the kernel or its moment.
+        start = Start(key, lambda kernel, own, kind: kernel.reshape(own.shape))
+        return {f"{ROUTED}weight_EOCKK": start}
 
     def forward(self, map_BCHW: Tensor) -> Tensor:
         """Convolve the chosen patches; height and width stay the same."""
@@ -64,11 +56,6 @@ class MoEPatchConv(MoEBlock):
         out_BFHW, record = self._run(route, map_BCHW)
         self.context.add(self.name, record)
         return out_BFHW
-
-
-def _divided(kernel: Any, own: Tensor, kind: str) -> Tensor:
-    """Divide the output channels of a kernel, or of its moment, among the experts."""
-    return kernel.reshape(own.shape)
 
 
 def insert_patch_convs(

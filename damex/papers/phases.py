@@ -64,13 +64,8 @@ class RouterWarmup:
             ConfigError: If the training ends before the warm-up does.
         """
         self._is_open = iteration < self.config.length(max_iters)
-        layers = [m for m in model.modules() if isinstance(m, MoELayer)]
-        routers = {
-            id(p)
-            for layer in layers
-            if isinstance(layer.router, nn.Module)
-            for p in layer.router.parameters()
-        }
+        layers: list[Any] = [m for m in model.modules() if isinstance(m, MoELayer)]
+        routers = {id(p) for layer in layers for p in layer.router.parameters()}
         _require_grad(self._frozen, True)
         self._frozen = [
             p

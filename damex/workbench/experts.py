@@ -151,8 +151,7 @@ def record_routes(
 ) -> Routes:
     """Run a detector on images, and call ``advance`` after reading each.
 
-    Raises:
-        DataError: If no image can be read.
+    DataError if no image can be read.
     """
     routes, records = Routes(), dict[str, RoutingRecord]()
 

@@ -74,9 +74,8 @@ def models_help() -> str:
 def named_folders(words: Sequence[str]) -> dict[str, str]:
     """Parse words as of ``--data``: ``NAME=FOLDER``, or a folder with its own name.
 
-    Raises:
-        ConfigError: If a name is empty, has a ``/`` or is given twice, or if a folder
-            is missing.
+    ConfigError if a name is empty, has a ``/`` or is given twice, or if a folder is
+    missing.
     """
     folders: dict[str, str] = {}
     for word in words:
@@ -122,15 +121,10 @@ def run_name(folders: Iterable[str]) -> str:
 def config_of_folders(
     folders: Mapping[str, str], model: str = "tiny", *, needs_model: bool = True
 ) -> Config:
-    """Return the config of a shipped detector for some datasets.
+    """Return the config of a detector of `MODELS` for folders by name, in any format.
 
-    Args:
-        folders: Folder of each dataset, by name, in any format that damex reads.
-        model: A name of `MODELS`.
-        needs_model: Whether to import what builds the detector: all of mmdet.
-
-    Raises:
-        ConfigError: If the model is unknown, or there is no dataset.
+    With `needs_model`, all of mmdet is imported, which builds the detector. ConfigError
+    if the model is unknown, or there is no dataset.
     """
     from damex.config_files import PlainConfig, read_config
 

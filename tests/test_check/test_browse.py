@@ -77,6 +77,7 @@ def browse(dataset, tmp_path):
 def test_the_page_needs_nothing_else_and_there_is_a_sheet_for_each_split(browse):
     out, page = browse("--samples", "5")
     assert page.open == []
+    assert "<title>Data of config</title>" in (out / "index.html").read_text("utf-8")
     assert len(page.sources) == 10
     assert all(source.startswith("data:image/jpeg;base64,") for source in page.sources)
     assert page.links

@@ -275,7 +275,6 @@ def test_two_formats_at_once(csv_folder, read):
     [
         ("none", {}, r"root='.*none': the folder does not exist \(seen from"),
         ("set/boxes.csv", {}, r"boxes.csv' is a file; give the folder: root='.*set'"),
-        ("set", dict(format="vco"), r"format='vco' is unknown; did you mean 'voc'"),
         (
             "set",
             dict(format="voc"),

@@ -148,7 +148,9 @@ def test_experts_of_a_convolution_have_their_slice():
     layer = MoELayer(
         router=LinearRouter(experts.embed_dims, 2), gate=TopKGate(k=1), experts=experts
     )
-    block = MoEPatchConv(layer, name="backbone.3", context=RoutingContext())
+    block = MoEPatchConv(
+        layer, name="backbone.3", context=RoutingContext(), with_cp=False
+    )
     model = nn.ModuleDict(dict(conv=block))
     kernel = torch.arange(72.0).view(4, 2, 3, 3)
     state = {"conv.weight": kernel}

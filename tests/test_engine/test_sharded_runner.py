@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from mmengine.hooks import EMAHook
-from mmengine.optim import AmpOptimWrapper, OptimWrapper
+from mmengine.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
@@ -327,14 +327,15 @@ def test_gradients_are_reduced_once_per_step_and_then_clipped(clip_grad, second)
 
 def test_a_scaler_has_to_ask_all_processes():
     wrapper = object.__new__(AmpOptimWrapper)
+    wrapper.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     wrapper.loss_scaler, wrapper.clip_grad_kwargs = torch.amp.GradScaler("cpu"), None
     with pytest.raises(ConfigError, match=r"optim_wrapper\.use_fsdp=True"):
         reduce_before_steps(wrapper, Calls())
     wrapper.loss_scaler = object.__new__(ShardedGradScaler)
-    wrapper.optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     reduce_before_steps(wrapper, Calls())
-    with pytest.raises(ConfigError, match="needs one optim_wrapper, got SimpleNames"):
-        reduce_before_steps(SimpleNamespace(), Calls())
+    several = OptimWrapperDict(a=OptimWrapper(wrapper.optimizer))
+    with pytest.raises(ConfigError, match="one optim_wrapper, got OptimWrapperDict"):
+        reduce_before_steps(several, Calls())
 
 
 # What is filled in around a model; test_two_processes.py trains with it.

@@ -233,6 +233,8 @@ def test_a_head_per_dataset_that_is_best_comes_first(tmp_path, others, opening):
     _write(tmp_path, found, Console(quiet=True))
     stored = json.loads((tmp_path / "headroom.json").read_text())
     assert stored["verdict"]["text"].startswith(opening)
+    if stored["verdict"]["answer"] is not None:
+        assert stored["verdict"]["learning_speed"]["mean"] == 0.125
     assert f"\n\n{opening}" in (tmp_path / "headroom.md").read_text()
     assert stored["experts"]["partitioned"]["text"].startswith("partitioned ")
 

@@ -10,7 +10,6 @@ from damex.moe import TopKGate
 
 WARMED_UP = dict(router_warmup=dict(iters=1))
 CHOICE = dict(type="ExpertChoiceGate", share=0.5)
-SEPARATE = dict(type="SeparateRouterLoss", pairs=[(0, 9)])
 MISTAKES = [
     # modules: unknown types and arguments, values that they or the layer reject
     (dict(gate="TopKGate"), r"moe.gate must be .*dict\(type='TopKGate'\), got 'TopKG"),
@@ -35,8 +34,8 @@ MISTAKES = [
     ),
     (dict(losses=[dict(type="LoadBalanceLos")]), "did you mean 'LoadBalanceLoss'"),
     (
-        dict(losses=[SEPARATE], **WARMED_UP),
-        r"SeparateRouterLoss: .*\[0, 2\), got \[\(0",
+        dict(losses=[dict(type="SeparateRouterLoss", pairs=9)], **WARMED_UP),
+        "moe.losses.pairs = 9 is not an argument of SeparateRouterLoss",
     ),
     (
         dict(gate=CHOICE, losses=[dict(type="LoadLoss")], layers=dict(encoder=[0])),

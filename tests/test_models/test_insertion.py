@@ -231,6 +231,13 @@ def test_many_datasets_need_no_expert_each_where_nothing_asks_for_it(
     assert "routing_counts" in samples[0]
 
 
+def test_images_of_no_dataset_of_the_mixture_are_counted_as_none(
+    build, make_batch, run_loss
+):
+    losses = run_loss(build(moe=DAMEX), make_batch([None, None]))
+    assert losses["moe_routing_accuracy"] == 0.0
+
+
 @pytest.mark.parametrize(
     ("gate", "losses", "is_noted"),
     [

@@ -3,7 +3,6 @@
 # decoder layers, 100 queries. Trained from scratch, so batch norm is not frozen.
 # Requires the extra `hf`.
 _base_ = ["./moe-rt-detr-v2_tiny.py"]
-width = 128
 model = dict(
     config=dict(
         model_type="d_fine",

@@ -4,10 +4,5 @@
 # Paper: Wang et al., "Deep Mixture of Experts via Shallow Embedding", UAI 2019, arXiv
 # 1806.01531.
 # Cost: as deepmoe.py.
-moe = dict(
-    layers=dict(backbone=[2, 3]),
-    channels=dict(
-        embedding=dict(type="ShallowEmbedding", widths=(8, 16, 32, 64)),
-        frozen=True,
-    ),
-)
+_base_ = ["./deepmoe.py"]
+moe = dict(channels=dict(frozen=True))

@@ -67,8 +67,8 @@ def browse(
                 tiles[view.title].append((sample.name, draw_tile(sample, colors)))
                 progress.step()
     for view in views:
-        name = re.sub(r"[^\w.-]+", "_", f"{view.dataset}_{view.split}")
-        with atomic_write(folder / f"{name}.png") as part:
+        file = re.sub(r"[^\w.-]+", "_", f"{view.dataset}_{view.split}")
+        with atomic_write(folder / f"{file}.png") as part:
             contact_sheet(view.title, tiles[view.title]).save(part)
     page = render(f"Data of {name}", views, tiles, colors, notes)
     write_text(folder / "index.html", printable(page))
@@ -105,15 +105,7 @@ def render(
     colors: Mapping[str, Color],
     notes: Sequence[str],
 ) -> str:
-    """Render the page.
-
-    Args:
-        title: Page title.
-        views: The splits; those of a dataset are consecutive.
-        tiles: Title of a view -> its samples.
-        colors: Color of each class.
-        notes: What could not be shown.
-    """
+    """Render the page: tiles by title of a view, and notes on what is not shown."""
     of_dataset: dict[str, list[SplitView]] = {}
     for view in views:
         of_dataset.setdefault(view.dataset, []).append(view)

@@ -71,7 +71,10 @@ def check(
     started = time.monotonic()
     with Bar() as progress:
         if not data:
-            found = _check_coco_file(str(coco), str(images), quick, progress)
+            path, found = Path(str(coco)), Inspection(quick=quick)
+            source = Source(Location(path.stem, str(path)), path, Path(str(images)))
+            found.add_dataset([source], lambda _: Expectations(), {}, progress)
+            found.check_images(progress=progress)
         else:
             cfg = mixture_config_of(data, cfg_options)
             found = check_config(cfg, quick=quick, progress=progress)
@@ -86,17 +89,6 @@ def check(
         report = dict(findings=[finding.to_json() for finding in found.findings])
         write_json(json, report, indent=1)
     return 1 if any(errors_of(found.findings)) else 0
-
-
-def _check_coco_file(file: str, images: str, quick: bool, progress: Bar) -> Inspection:
-    """Check a COCO file and its image folder; ``quick`` does not decode images."""
-    path = Path(file)
-    location = Location(path.stem, str(path))
-    source = Source(location, path, Path(images))
-    inspection = Inspection(quick=quick)
-    inspection.add_dataset([source], lambda _: Expectations(), {}, progress)
-    inspection.check_images(progress=progress)
-    return inspection
 
 
 def _print_report(findings: Sequence[Finding], examples: int) -> None:
@@ -228,10 +220,8 @@ def check_config(
     """Check the datasets of a config with a ``mixture``; ``tile="auto"`` is chosen.
 
     ``quick`` does not decode images; images stop being opened after ``seconds``. Files
-    that ``loaded`` has checked are not read again.
-
-    Raises:
-        ConfigError: If the mixture itself is invalid.
+    that ``loaded`` has checked are not read again. ConfigError if the mixture itself is
+    invalid.
     """
     progress = progress or Bar()
     inspection = loaded or Inspection(quick=quick)

@@ -161,12 +161,9 @@ def has_experts(cfg: Mapping[str, Any]) -> bool:
 def check_looks(
     images: Sequence[ImageRecord], groups: Mapping[str, str], *, is_mixture: bool
 ) -> Iterator[Finding]:
-    """Findings about datasets of different groups whose training images look alike.
+    """Findings about datasets of different ``groups`` whose training images look alike.
 
-    Args:
-        images: Those of all annotation files.
-        groups: The group of each dataset.
-        is_mixture: Whether the detector has experts, each of a group.
+    With `is_mixture`, experts of the detector are each of a group: a warning.
     """
     paths: dict[str, list[Path]] = {}
     for image in images:

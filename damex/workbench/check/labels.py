@@ -71,7 +71,15 @@ def labels(data: Sequence[str], *, cfg_options: Sequence[str], out: str | None) 
     print(printable("\n".join(report(counts, space))))
     if out is None:
         return
-    write_text(out, starting_file(specs, counts).to_text())
+    current = {  # of all used classes
+        one.name: {
+            count.own: count.target
+            for count in counts[one.name]
+            if count.own in one.own_classes
+        }
+        for one in specs
+    }
+    write_text(out, LabelFile(current, unlisted="error").to_text())
     if cfg.filename is None:  # the file says what these options said
         said = re.compile(r"label_space=|mixture\.\d+\.rename\b")
         kept = [word for word in cfg_options if not said.match(word)]
@@ -265,18 +273,3 @@ def _few(names: Sequence[str], limit: int | None) -> list[str]:
     shown = [*names[:limit]]
     more = len(names) - len(shown)
     return [*shown, f"and {more} more"] if more else shown
-
-
-def starting_file(specs: Sequence[DatasetSpec], counts: Counts) -> LabelFile:
-    """A label file that reproduces the current mapping of all used classes."""
-    return LabelFile(
-        {
-            spec.name: {
-                count.own: count.target
-                for count in counts[spec.name]
-                if count.own in spec.own_classes
-            }
-            for spec in specs
-        },
-        unlisted="error",
-    )

@@ -100,29 +100,17 @@ def _prepare(name: str, recipe: Recipe, root: Path) -> bool:
 
 
 def voc_documents(name: str, recipe: Recipe, root: Path) -> dict[str, dict[str, Any]]:
-    """COCO documents of a dataset in VOC layout.
-
-    Raises:
-        DataError: If it cannot be read.
-    """
+    """COCO documents of a dataset in VOC layout; DataError if it cannot be read."""
     entry = dict(name=name, root=str(root), format="voc")
     (spec,) = parse_mixture([dict(entry, train=recipe.train, val=recipe.val)])
-    sources = {split: spec.coco_source(split) for split in SPLITS}
-    return {
-        split: read_coco(source.annotations, name)
-        for split, source in sources.items()
-        if source is not None
-    }
+    return {s: read_coco(Path(str(spec.source(s))), name) for s in SPLITS}
 
 
 def coco_documents(root: Path) -> dict[str, dict[str, Any]]:
     """COCO documents of the benchmark's two parts of val2014.
 
     val2017 is its ``minival``; the other images are for training. ``root`` contains
-    ``annotations`` and ``val2014``.
-
-    Raises:
-        DataError: If a file cannot be read.
+    ``annotations`` and ``val2014``. DataError if a file cannot be read.
     """
     whole = read_coco(root / "annotations" / "instances_val2014.json", "coco")
     held = read_coco(root / "annotations" / "instances_val2017.json", "coco")

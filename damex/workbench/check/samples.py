@@ -44,7 +44,6 @@ class SplitView:
     """Numbers and samples of one split: B boxes, M images.
 
     Args:
-        file: Its annotation file.
         counts: Class name in the mixture -> number of boxes.
         side_B: Side of the square with the area of each box, in pixels.
         size_M2: Width and height of the images.
@@ -130,7 +129,7 @@ def _choose(
         if name not in shown and len(chosen) < num_samples:
             chosen.append(rng.choice(images_of[name]))
             shown |= classes_of[chosen[-1]]
-    others = [image for image in range(num_images) if image not in {*chosen}]
+    others = sorted({*range(num_images)} - {*chosen})
     return chosen + rng.sample(others, min(num_samples - len(chosen), len(others)))
 
 

@@ -35,11 +35,8 @@ def mixture_config_of(data: str | Sequence[str], options: Sequence[str] = ()) ->
     """Read the config, or the dataset folders, of a command about data.
 
     Folders are words as of ``damex train --data``, and their config is the one that it
-    would train, without a ``filename``.
-
-    Raises:
-        ConfigError: If the config cannot be read, has no mixture or is not alone, or if
-            a folder is missing.
+    would train, without a ``filename``. ConfigError if the config cannot be read, has
+    no mixture or is not alone, or if a folder is missing.
     """
     config, *others = words = [data] if isinstance(data, str) else [*data]
     if others or _is_folder(config):

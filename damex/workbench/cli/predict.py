@@ -161,10 +161,7 @@ def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
 
     Files may have any name. Folders are searched recursively, through links, too;
     images without a suffix are included, hidden files and folders are not. Other words
-    are patterns (``*``, ``**``, ``?``).
-
-    Raises:
-        DataError: If a word matches nothing.
+    are patterns (``*``, ``**``, ``?``). DataError if a word matches nothing.
     """
     found: dict[Path, Path] = {}
     suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if videos else SUFFIXES

@@ -289,8 +289,7 @@ def _next_command(out: Path, entries: Sequence[Mapping[str, Any]]) -> str:
 def delete_labels(folder: Path, ids: Sequence[int]) -> str:
     """Delete predicted labels, by id, from the training file of a completed dataset.
 
-    Raises:
-        ConfigError: If the folder holds no such file, or an id is not of one of them.
+    ConfigError if the folder holds no such file, or an id is not of one of them.
     """
     file = folder / "train.json"
     if not file.is_file():

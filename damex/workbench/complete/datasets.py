@@ -68,16 +68,11 @@ def read_datasets(
 ) -> list[LabeledDataset]:
     """Read the datasets of mixture entries.
 
-    Args:
-        entries: Entries of a mixture.
-        known: Class names of the datasets of a training, as in a label space. What the
-            training left out is left out, except the ``wanted`` classes.
-        wanted: Classes to complete.
-
-    Raises:
-        ConfigError: If a dataset is not in COCO format or a folder, has no validation
-            images, or is not the one that was trained under its name.
-        DataError: If it cannot be read.
+    ``known`` are class names of the datasets of a training, as in a label space. What
+    the training left out is left out, except the ``wanted`` classes, to be completed.
+    ConfigError if a dataset is not in COCO format or a folder, has no validation
+    images, or is not the one that was trained under its name; DataError if it cannot be
+    read.
     """
     found = []
     for spec in parse_mixture(entries):
@@ -97,9 +92,8 @@ def read_datasets(
             others = {name: name for name in names if name in wanted}
             others = {k: v for k, v in others.items() if v not in trained.values()}
             classes = {**others, **trained}
-        splits = {name: _read(spec, name, classes) for name in SPLITS}
-        if spec.source("test") == spec.source("val"):
-            splits["test"] = None
+        own = [s for s in SPLITS if s != "test" or spec.source(s) != spec.source("val")]
+        splits = {name: _read(spec, name, classes) for name in own}
         if splits["val"] is None:
             raise ConfigError(
                 f"dataset {spec.name!r} has no validation images, and completed images "
@@ -172,7 +166,6 @@ class Label:
         image: Position of the image in its split.
         box: Corners in pixels.
         is_accepted: Whether it becomes a label; else the loss ignores it.
-        id: Id of its annotation.
     """
 
     image: int

@@ -37,13 +37,13 @@ def write_page(
     Images with a detection that is nearest to its threshold come first. ``out`` is
     where the folder will be.
     """
-    colors = palette(thresholds)
-    parts = []
+    colors, parts = palette(thresholds), []
+    limits = {name: min(one.accepted, 1.0) for name, one in thresholds.items()}
     for dataset in datasets:
         of_image: dict[int, list[Label]] = {}
         for one in labels[dataset.name]:
             of_image.setdefault(one.image, []).append(one)
-        order = sorted(of_image, key=lambda i: _doubt(of_image[i], thresholds))
+        order = sorted(of_image, key=lambda i: _doubt(of_image[i], limits))
         bar.begin(f"draw {dataset.name}", min(samples, len(order)))
         tiles = []
         for image in order[:samples]:
@@ -67,9 +67,8 @@ def write_page(
     write_text(folder / "index.html", page)
 
 
-def _doubt(labels: Sequence[Label], thresholds: Mapping[str, Any]) -> float:
+def _doubt(labels: Sequence[Label], limits: Mapping[str, float]) -> float:
     """Distance of the nearest detection to the threshold of labels."""
-    limits = {name: min(one.accepted, 1.0) for name, one in thresholds.items()}
     return min(abs(one.score - limits[one.name]) for one in labels)
 
 
@@ -102,15 +101,6 @@ def _tile(
         [colors[one.name] for one in found] + [OWN] * len(own),
         dashed=[True] * len(found) + [False] * len(own),
     )
-    rows = [
-        dict(
-            id=one.id,
-            name=one.name,
-            score=one.score,
-            color=css_color(colors[one.name]),
-            is_accepted=one.is_accepted,
-        )
-        for one in found
-    ]
+    rows = [dict(vars(one), color=css_color(colors[one.name])) for one in found]
     name = str(split.images[image].get("file_name"))
     return dict(name=name, uri=data_uri(Image.fromarray(drawn)), labels=rows)

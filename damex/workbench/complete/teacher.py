@@ -101,10 +101,8 @@ class DetectorTeacher:
 class FileTeacher:
     """Detections of somebody else's model: a COCO file whose annotations have scores.
 
-    An image is found by the longest ``file_name`` that its path ends with.
-
-    Raises:
-        DataError: If it is not such a file.
+    An image is found by the longest ``file_name`` that its path ends with. DataError if
+    it is not such a file.
     """
 
     known: Mapping[str, Mapping[str, str]] = MappingProxyType({})

@@ -49,10 +49,7 @@ def dense_ffn(block: MoEFFN, group: int) -> dict[str, Tensor]:
 
     They hold the group's expert, its gate weight folded into the second layer, and the
     shared expert (another FFN or a low-rank linear map), concatenated along the hidden
-    units. The block must be in eval mode.
-
-    Raises:
-        ConfigError: If no FFN equals the block.
+    units. The block must be in eval mode. ConfigError if no FFN equals the block.
     """
     expert, weight = chosen_expert(block, group)
     moe = block.moe
@@ -90,8 +87,7 @@ def pad_hidden(ffn: Mapping[str, Tensor], hidden: int) -> dict[str, Tensor]:
 def chosen_expert(block: MoEFFN, group: int) -> tuple[int, float]:
     """The expert that takes all tokens of a group, and its gate weight in eval mode.
 
-    Raises:
-        ConfigError: If there are several, or the weight depends on the token.
+    ConfigError if there are several, or the weight depends on the token.
     """
     if block.is_dense:
         return DENSE_EXPERT, 1.0
@@ -140,8 +136,7 @@ def _ffn_part(
 def linear_map(block: MoEFFN, group: int) -> tuple[Tensor, Tensor]:
     """Factors down_LD and up_DL of a group's expert, its gate weight in the second.
 
-    Raises:
-        ConfigError: If no such map equals the block, see `chosen_expert`.
+    ConfigError if no such map equals the block, see `chosen_expert`.
     """
     expert, weight = chosen_expert(block, group)
     bank = block.moe.experts
@@ -156,8 +151,7 @@ def linear_units(
 ) -> tuple[Tensor, Tensor]:
     """Weights of 2 L hidden units of an FFN that equal `linear_map`: z = f(z) - f(-z).
 
-    Raises:
-        ConfigError: If the activation f is not so, or there is no such map.
+    ConfigError if the activation f is not so, or there is no such map.
     """
     down_LD, up_DL = linear_map(block, group)
     if activation not in ODD_PARTS:
@@ -228,10 +222,8 @@ class ImageVotes:
 class VotedLayer(nn.Module):
     """Replacement of a block's `MoELayer` that looks up the expert of each image.
 
-    ``votes`` is shared by all layers.
-
-    Raises:
-        ConfigError: If its tokens do not choose one expert per image.
+    ``votes`` is shared by all layers. ConfigError if its tokens do not choose one
+    expert per image.
     """
 
     experts_GE: Tensor
@@ -291,11 +283,8 @@ def voted_detector(
     """Replace the experts of a detector in place by `VotedLayer`; return it with votes.
 
     The detector must be in eval mode; its class becomes that which damex extends.
-    ``labels`` are the classes of each dataset group.
-
-    Raises:
-        ConfigError: If experts are not in FFNs, or do not predict one dataset per
-            image.
+    ``labels`` are the classes of each dataset group. ConfigError if experts are not in
+    FFNs, or do not predict one dataset per image.
     """
     known = detector.awareness and detector.awareness.config
     problems = {

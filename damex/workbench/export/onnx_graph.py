@@ -83,13 +83,12 @@ def check_steps(pipeline: Sequence[Mapping[str, Any]]) -> None:
 class DetectorGraph(nn.Module):
     """Exportable forward of an mmdet detector, without mmdet's data samples.
 
+    ConfigError if the detector cannot be expressed as a graph.
+
     Args:
         detector: In eval mode, on the CPU. Some layers are replaced in place.
         pipeline: Test pipeline that passes `check_steps`.
         votes: Shared by its `VotedLayer`; None for a dense detector.
-
-    Raises:
-        ConfigError: If the detector cannot be expressed as a graph.
     """
 
     foreign_GC: Tensor
@@ -336,10 +335,7 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
     """Serialize a graph in eval mode to ONNX.
 
     The metadata holds ``image_size`` (width, height), ``keep_ratio`` and ``about`` as
-    JSON.
-
-    Raises:
-        ConfigError: If ONNX lacks an operator of the detector.
+    JSON. ConfigError if ONNX lacks an operator of the detector.
     """
     import onnx
 

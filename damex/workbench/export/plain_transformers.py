@@ -88,10 +88,8 @@ class PlainTransformers:
 def extract_plain(stored: DetectorCheckpoint, dataset: str) -> PlainTransformers:
     """Extract the plain detector that equals a mixture of experts given its dataset.
 
-    From a detector without experts, only classes are removed.
-
-    Raises:
-        ConfigError: If the dataset is unknown, or no plain detector is equal.
+    From a detector without experts, only classes are removed. ConfigError if the
+    dataset is unknown, or no plain detector is equal.
     """
     number = stored.space.dataset_id(dataset)
     labels = stored.space.valid_labels(number)
@@ -114,9 +112,8 @@ def extract_plain(stored: DetectorCheckpoint, dataset: str) -> PlainTransformers
 def extract_shared(stored: DetectorCheckpoint) -> PlainTransformers:
     """Extract what all datasets share, with all classes, and the experts beside it.
 
-    Raises:
-        ConfigError: If the tokens of an image do not vote for one dataset, or experts
-            and routers are no linear maps.
+    ConfigError if the tokens of an image do not vote for one dataset, or experts and
+    routers are no linear maps.
     """
     detector: Any = stored.build()
     model = _kept(stored) | dict(bbox_head=dict(num_classes=stored.space.num_classes))
@@ -245,8 +242,7 @@ def _linears(mlp: nn.Module) -> dict[str, nn.Linear]:
 class TransformersGraph(DetectorGraph):
     """Exportable forward of a plain detector of Transformers, as a whole.
 
-    Raises:
-        ConfigError: If images do not get one canvas, or files were not equal in tests.
+    ConfigError if images do not get one canvas, or files were not equal in tests.
     """
 
     def _adopt(self) -> None:

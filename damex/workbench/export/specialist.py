@@ -65,10 +65,8 @@ class Specialist:
 def extract(stored: DetectorCheckpoint, dataset: str) -> Specialist:
     """Extract a dense detector that equals a mixture of experts given its dataset.
 
-    From a dense detector, only classes are removed.
-
-    Raises:
-        ConfigError: If the dataset is unknown, or no mmdet detector is equal.
+    From a dense detector, only classes are removed. ConfigError if the dataset is
+    unknown, or no mmdet detector is equal.
     """
     number = stored.space.dataset_id(dataset)
     labels = stored.space.valid_labels(number)
@@ -169,10 +167,8 @@ def plain_backbone(backbone: TimmBackbone, divisor: int) -> dict[str, Any]:
     """Config of timm's network that returns the same features as a TimmBackbone.
 
     A TimmBackbone pads images to whole strides; so does a data preprocessor whose
-    ``pad_size_divisor`` (``divisor``) is a multiple of them.
-
-    Raises:
-        ConfigError: If the features would differ.
+    ``pad_size_divisor`` (``divisor``) is a multiple of them. ConfigError if the
+    features would differ.
     """
     step = max(32, *backbone.reductions)
     if divisor % step:

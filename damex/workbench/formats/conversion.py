@@ -19,14 +19,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from damex.datasets.entries import (
-    READERS,
-    Conversion,
-    Options,
-    SplitSummary,
-    Summary,
-    problem_of_format,
-)
+from damex.datasets.entries import READERS, Conversion, Options, SplitSummary, Summary
 from damex.datasets.image_files import (
     all_fit,
     fits_stored,
@@ -82,11 +75,8 @@ def open_root(root: str | Path) -> Tree:
 def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
     """Return the format of a folder and the evidence; a given name is not guessed.
 
-    Raises:
-        ConfigError: If the name is unknown, nothing fits, or several formats do.
+    ConfigError if nothing fits, or several formats do.
     """
-    if (problem := problem_of_format(name)) is not None:
-        raise ConfigError(problem)
     if not tree.files:
         raise ConfigError(f"{tree.root} is empty; name the folder of a dataset.")
     known = [f for f in FORMATS if (f.guessed if name is None else f.name == name)]
@@ -112,9 +102,8 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
 def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:
     """Read a dataset and write its COCO files and summary into an existing folder.
 
-    Raises:
-        ConfigError: If an option is invalid, or the format is ambiguous.
-        DataError: If a file is broken, or no box is left.
+    ConfigError if an option is invalid, or the format is ambiguous; DataError if a file
+    is broken, or no box is left.
     """
     fmt, evidence = recognise(tree, options.format)
     summary = Summary(str(tree.root), fmt.name, evidence)
@@ -305,10 +294,8 @@ def convert_cached(root: str | Path, options: Options) -> Conversion:
     Files are the same if names, sizes and times are. Conversions are kept in
     ``$XDG_CACHE_HOME/damex/datasets`` or below ``~/.cache``, and are safe to delete. A
     new folder is renamed when complete, so that concurrent processes share the first.
-
-    Raises:
-        ConfigError: If an option is invalid, or the cache cannot be written.
-        DataError: If the data cannot be read.
+    ConfigError if an option is invalid, or the cache cannot be written; DataError if
+    the data cannot be read.
     """
     tree = open_root(root)
     key = json.dumps(

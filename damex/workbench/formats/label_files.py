@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePosixPath
 from xml.etree import ElementTree
@@ -41,7 +41,6 @@ _HEADERS = ("imagesource:", "gsd:")  # of DOTA
 _SCORED = "detections with a score taken as ground truth"
 _DIFFICULT = "objects marked difficult: kept as crowd"
 _ENCODING = re.compile(rb"<\?xml[^>]*encoding=[\"']([\w.-]+)")
-_Parse = Callable[[list[str]], Box]
 
 
 def _recognise_voc(tree: Tree) -> str | None:
@@ -227,11 +226,8 @@ def recognise_kind(tree: Tree, kind: str) -> str | None:
     return None
 
 
-def _read_labels(tree: Tree, kind: str, parse: _Parse, summary: Summary) -> Contents:
-    """Read all text files of a kind, and empty ones in their folders.
-
-    ``parse`` makes a box of the words of a valid line.
-    """
+def _read_labels(tree: Tree, kind: str, summary: Summary) -> Contents:
+    """Read all text files of a kind, and empty ones in their folders."""
     kinds = {path: kind_of_file(tree, path) for path in tree.with_suffix(".txt")}
     folders = {parent(path) for path, found in kinds.items() if found == kind}
     samples = []
@@ -239,16 +235,14 @@ def _read_labels(tree: Tree, kind: str, parse: _Parse, summary: Summary) -> Cont
         if found != kind and (found is not None or parent(path) not in folders):
             continue
         if (image := tree.image_of_label(path)) is not None:
-            boxes = list(_boxes_of_text(tree, path, kind, parse, summary))
+            boxes = list(_boxes_of_text(tree, path, kind, summary))
             samples.append(Sample(image, path, boxes))
         elif found == kind:
             summary.drop(why_no_image(tree, path), path)
     return Contents(samples, _splits(tree, samples, summary))
 
 
-def _boxes_of_text(
-    tree: Tree, path: str, kind: str, parse: _Parse, summary: Summary
-) -> Iterator[Box]:
+def _boxes_of_text(tree: Tree, path: str, kind: str, summary: Summary) -> Iterator[Box]:
     for number, line in tree.numbered(path):
         place, words = f"{path}:{number}", line.split()
         if line.lower().startswith(_HEADERS):
@@ -257,21 +251,23 @@ def _boxes_of_text(
             what = f"lines that are not {kind.upper()} labels"
             summary.drop(what, f"{place}: {problem_of_line(line)}")
             continue
-        if words[0] == "DontCare":  # of KITTI
-            summary.drop("DontCare regions", place)
-            continue
-        if len(words) == 16:
-            summary.note(_SCORED, f"{place}: {words[15]}")
-        crowd = False
-        if kind == "dota":
+        if kind == "dota":  # four corners, class, difficult (Xia et al. 2018)
+            corners = enclosing_box([float(word) for word in words[:8]])
             crowd = is_set("".join(words[9:]), "difficult", place, summary)
-        if crowd:
-            summary.note(_DIFFICULT, place)
-        yield parse(words)._replace(place=number, crowd=crowd)
+            if crowd:
+                summary.note(_DIFFICULT, place)
+            yield Box(corners, words[8], number, crowd)
+        elif words[0] == "DontCare":
+            summary.drop("DontCare regions", place)
+        else:  # class, truncated, occluded, alpha, box, 7 of the 3D box, score
+            if len(words) == 16:
+                summary.note(_SCORED, f"{place}: {words[15]}")
+            x1, y1, x2, y2 = map(float, words[4:8])
+            yield Box((x1, y1, x2, y2), words[0], number)
 
 
 def _read_kitti(tree: Tree, options: Options, summary: Summary) -> Contents:
-    contents = _read_labels(tree, "kitti", _kitti_box, summary)
+    contents = _read_labels(tree, "kitti", summary)
     scored = summary.noted.get(_SCORED)
     if scored is not None and options.format != "kitti_detections":
         raise DataError(
@@ -281,18 +277,6 @@ def _read_kitti(tree: Tree, options: Options, summary: Summary) -> Contents:
             "with format='kitti_detections'."
         )
     return contents
-
-
-def _kitti_box(words: list[str]) -> Box:
-    """Parse 15 or 16 columns (Geiger et al. 2012, devkit_object/readme.txt)."""
-    # type, truncated, occluded, alpha, left, top, right, bottom, 7 of the 3D box
-    x1, y1, x2, y2 = map(float, words[4:8])
-    return Box((x1, y1, x2, y2), words[0], 0)
-
-
-def _dota_box(words: list[str]) -> Box:
-    """Parse four corners and a class (Xia et al. 2018) to an upright box."""
-    return Box(enclosing_box([float(word) for word in words[:8]]), words[8], 0)
 
 
 def yolo_boxes(
@@ -396,6 +380,6 @@ DOTA = Format(
     name="dota",
     looks_for="labelTxt/*.txt with 8 coordinates and a class, with images in images/",
     recognise=lambda tree: recognise_kind(tree, "dota"),
-    read=lambda tree, _, summary: _read_labels(tree, "dota", _dota_box, summary),
+    read=lambda tree, _, summary: _read_labels(tree, "dota", summary),
     problem=first_problem,
 )

@@ -120,9 +120,7 @@ def choose_splits(
     """Samples by split: from the entry, else from the folder.
 
     Without validation images, some of ``train`` are chosen by a hash of their content.
-
-    Raises:
-        ConfigError: If a named split is missing, or ``val_share`` contradicts.
+    ConfigError if a named split is missing, or ``val_share`` contradicts.
     """
     found = contents.splits or {"train": contents.samples}
     chosen: dict[str, list[Sample]] = {}

@@ -53,10 +53,8 @@ class Grown:
     """A detector with the weights of a checkpoint, extended for new datasets.
 
     Attributes:
-        config: Resolved config of the training to come.
-        space: Label space of the training to come.
+        config: Of the training to come, resolved, as are its ``space`` and ``moe``.
         old: Label space of the checkpoint.
-        moe: Resolved ``moe`` tree.
         sources: For each new dataset group the old one whose experts it copies.
         similarity: Mean probability of each old group, per compared new group.
         notes: Warnings about settings that work but are probably unintended.
@@ -94,6 +92,8 @@ def add_datasets(
     the experts of the old group that its images resemble: random FFNs would disturb the
     layers behind them, and zero-initialized low-rank maps would leave the dataset to
     the shared FFN, which never served one alone. Rows of new classes are random.
+    ConfigError if the config does not extend the checkpoint, or no dataset is nearest;
+    DataError if images cannot be read.
 
     Args:
         stored: The checkpoint.
@@ -102,11 +102,6 @@ def add_datasets(
         like: 'auto', the old dataset whose experts are copied, or 'none' for new
             experts.
         images: Maximum number of training images to compare per new dataset.
-
-    Raises:
-        ConfigError: If the config does not extend the checkpoint, or no dataset is
-            nearest.
-        DataError: If images cannot be read.
     """
     if cfg.get("mixture") is None:
         raise ConfigError(
@@ -143,15 +138,12 @@ def remapped_state(
 ) -> dict[str, Tensor]:
     """Return the checkpoint's state dict with the rows of a label space.
 
-    Raises:
-        ConfigError: If the number of an old dataset's experts would change.
+    ConfigError if the number of an old dataset's experts would change.
     """
     _check_experts(stored, detector, space)
     state = dict(stored.state)
-    names = dict(
-        stored=RowNames.of_space(stored.space), wanted=RowNames.of_space(space)
-    )
-    remap_rows(state, detector, **names)
+    then, wanted = map(RowNames.of_space, (stored.space, space))
+    remap_rows(state, detector, stored=then, wanted=wanted)
     for path, block in detector.named_modules():
         # Masks of experts that belong to no dataset have a row per dataset group.
         if isinstance(block, MoEBlock) and not has_groups(block):
@@ -295,8 +287,7 @@ def _choose_sources(
 def image_paths(cfg: Any, name: str, count: int) -> list[str]:
     """Up to ``count`` training images of a dataset of a resolved config, evenly spaced.
 
-    Raises:
-        DataError: If the dataset cannot be loaded, or has no images.
+    DataError if the dataset cannot be loaded, or has no images.
     """
     loader = cfg.get("train_dataloader") or {}
     (mixture,) = mixture_datasets(loader.get("dataset")) or [{}]

@@ -55,8 +55,7 @@ class Pruned:
 def drop_datasets(stored: DetectorCheckpoint, drop: Sequence[str]) -> Pruned:
     """Remove datasets, with the classes and experts that no other dataset has.
 
-    Raises:
-        ConfigError: If a dataset is unknown or the last, or others need its experts.
+    ConfigError if a dataset is unknown or the last, or others need its experts.
     """
     for name in drop:
         stored.space.dataset_id(name)
@@ -68,11 +67,8 @@ def merge_groups(stored: DetectorCheckpoint, datasets: Sequence[str]) -> Pruned:
 
     The mean covers all weights, router rows included. Low-rank maps are averaged as
     full maps and truncated to their rank by SVD; averaging the factors would mix them
-    up.
-
-    Raises:
-        ConfigError: If a dataset is unknown, or the groups are one or cannot be
-            averaged.
+    up. ConfigError if a dataset is unknown, or the groups are one or cannot be
+    averaged.
     """
     old = stored.space
     groups = tuple(dict.fromkeys(old.groups[old.dataset_id(n)] for n in datasets))

@@ -17,7 +17,6 @@ from mmengine.registry import init_default_scope
 import damex.registry  # noqa: F401
 from damex.config_files import MOE, mixtures_of, read_part
 from damex.datasets.label_space import LabelFile, read_label_space
-from damex.datasets.sampler import MixtureSampler
 from damex.datasets.spec import parse_mixture
 from damex.engine.config import DATASET_OPTIONS, resolve_config
 from damex.engine.console import filter_console
@@ -62,9 +61,8 @@ class Training:
 def read_joint(cfg: Config) -> JointTraining:
     """Check a config, make a dense copy, and read the dataset shares of its sampler.
 
-    Raises:
-        ConfigError: If it has no mixture, or cannot be trained and scored by dataset.
-        DataError: If an annotation file contradicts the config.
+    ConfigError if it has no mixture, or cannot be trained and scored by dataset;
+    DataError if an annotation file contradicts the config.
     """
     dense = copy.deepcopy(cfg)
     set_length(dense)
@@ -72,7 +70,11 @@ def read_joint(cfg: Config) -> JointTraining:
     dense["moe"] = None
     dense["model"].pop("moe", None)
     dense.pop("work_dir", None)  # set for each run
-    sampler = _sampler(dense)
+    init_default_scope("mmdet")
+    filter_console(MMLogger.get_instance("headroom"))
+    loader = resolve_config(dense)["train_dataloader"]
+    default = dict(dataset=DATASETS.build(loader["dataset"]), seed=0)
+    sampler = DATA_SAMPLERS.build(loader["sampler"], default_args=default)
     names = [spec.name for spec in sampler.dataset.specs]
     shares = dict(zip(names, map(float, sampler.shares), strict=True))
     return JointTraining(dense, sampler.total, shares)
@@ -81,14 +83,9 @@ def read_joint(cfg: Config) -> JointTraining:
 def baselines_of(joint: JointTraining, names: Sequence[str]) -> list[Training]:
     """Return the trainings behind names of baselines.
 
-    Args:
-        joint: The joint training.
-        names: Keys of :data:`CHANGES`; ``single`` and ``single_full``, a detector per
-            dataset, together or each as long as the joint training; or ``oracle``
-            (the recipe, evaluated with oracle routing).
-
-    Raises:
-        ConfigError: If the config cannot be changed as a baseline needs.
+    These are keys of :data:`CHANGES`; ``single`` and ``single_full``, a detector per
+    dataset, together or each as long as the joint training; or ``oracle`` (the recipe,
+    evaluated with oracle routing). ConfigError if the config cannot be changed so.
     """
     trainings = []
     for name in names:
@@ -104,15 +101,11 @@ def baselines_of(joint: JointTraining, names: Sequence[str]) -> list[Training]:
 def experts_of(joint: JointTraining, files: Sequence[str]) -> list[Training]:
     """Return the trainings with experts that are compared with the baselines.
 
-    Args:
-        joint: The joint training.
-        files: Names of files in ``configs/_base_/moe``, or paths. The settings of a
-            file override the config, and the training is named by the stem. A file
-            with ``arms=dict(NAME=dict(...), ...)`` makes one training per arm: its
-            settings, overridden by the arm's.
-
-    Raises:
-        ConfigError: If a file is missing, or takes the name of another training.
+    ``files`` are names in ``configs/_base_/moe``, or paths. The settings of a file
+    override the config, and the training is named by the stem. A file with
+    ``arms=dict(NAME=dict(...), ...)`` makes one training per arm: its settings,
+    overridden by the arm's. ConfigError if a file is missing, or takes the name of
+    another training.
     """
     found: dict[str, Training] = {}
     for file in files:
@@ -316,11 +309,3 @@ def _check(cfg: Config) -> None:
         )
     if problem is not None:
         raise ConfigError(problem)
-
-
-def _sampler(cfg: Config) -> MixtureSampler:
-    init_default_scope("mmdet")
-    filter_console(MMLogger.get_instance("headroom"))
-    loader = resolve_config(cfg)["train_dataloader"]
-    default = dict(dataset=DATASETS.build(loader["dataset"]), seed=0)
-    return DATA_SAMPLERS.build(loader["sampler"], default_args=default)

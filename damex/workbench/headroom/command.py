@@ -159,13 +159,7 @@ def report(
     seeds: Sequence[int],
     experts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Collect all results as plain values.
-
-    Args:
-        summaries: Of each training, one per seed; None if missing.
-        datasets: Names in the mixture.
-        seeds: Their numbers.
-        experts: Trainings that are mixtures of experts.
+    """Collect the summaries of each training, one per seed, as plain values.
 
     Returns:
         ``seeds``; ``missing``, pairs of a training and a seed; ``rows`` of scores with
@@ -188,9 +182,6 @@ def report(
     decided: Row = dict(answer=None, text=NO_VERDICT)
     if verdict is not None:
         decided = {**dataclasses.asdict(verdict), "text": str(verdict)}
-        decided["differences"] = {
-            name: one._asdict() for name, one in verdict.differences.items()
-        }
     decided["text"] = best_head(mean_ap) + decided["text"]
     runs = {n: zip(seeds, found, strict=True) for n, found in summaries.items()}
     return dict(
@@ -214,7 +205,7 @@ def _outcome(rows: Mapping[str, Row], name: str, reference: str) -> Row | None:
     helps = is_above(gain)
     words = "helps" if helps else "is not shown to help"
     text = f"{name} {words}: {gain} over {reference} in mean AP."
-    return dict(minus_best_dense=gain._asdict(), helps=helps, text=text)
+    return dict(minus_best_dense=dataclasses.asdict(gain), helps=helps, text=text)
 
 
 def score_row(summaries: Sequence[Summary | None]) -> Row:
@@ -259,7 +250,7 @@ def with_differences(rows: Mapping[str, Row]) -> dict[str, Row]:
     dense, compared = rows.get("dense", {}).get("mean_ap"), {}
     for name, row in rows.items():
         gain = None if name == "dense" else paired_difference(row["mean_ap"], dense)
-        compared[name] = {**row, "minus_dense": gain and gain._asdict()}
+        compared[name] = {**row, "minus_dense": gain and dataclasses.asdict(gain)}
     return compared
 
 

@@ -38,8 +38,7 @@ def check_finished(failed: Sequence[Run]) -> None:
 def write_config(cfg: Config, folder: Path) -> Path:
     """Write the complete config of some runs to ``config.py`` in their folder.
 
-    Raises:
-        ConfigError: If the folder has runs (``seedN``, ``timedN``) of another config.
+    ConfigError if the folder has runs (``seedN``, ``timedN``) of another config.
     """
     path = folder / "config.py"
     has_runs = any(folder.glob("seed*")) or any(folder.glob("timed*"))
@@ -68,8 +67,6 @@ class Run:
     """A damex command in a subprocess; finished if it left a summary.
 
     Attributes:
-        config: Config file.
-        folder: Work directory of the run.
         options: ``key=value`` overrides of the config.
         is_scored: Whether a training needs an evaluation to count as finished, and can
             be resumed; others are timed.
@@ -93,11 +90,8 @@ class Run:
         """Return the summary of a finished run, else None.
 
         A truncated file counts as None: the resumed run has nothing to train and writes
-        it again.
-
-        Raises:
-            ConfigError: If the folder holds a run with other settings, or something
-                else.
+        it again. ConfigError if the folder holds a run with other settings, or
+        something else.
         """
         prefix = "test_" if self.command == "test" else ""
         path = self.folder / f"{prefix}summary.json"
@@ -154,13 +148,11 @@ def fit_to_job(cfg: Config, *, amp: bool) -> str:
     """Adapt a training to a single GPU, in place; without a GPU nothing changes.
 
     The learning rate is scaled from the batch that it is meant for, if the config has
-    ``auto_scale_lr.base_batch_size``, to the batch of one process.
+    ``auto_scale_lr.base_batch_size``, to the batch of one process. ConfigError if `amp`
+    is set without a GPU.
 
     Returns:
         A note about the learning rate, empty if it stays.
-
-    Raises:
-        ConfigError: If `amp` is set without a GPU.
     """
     if amp:
         use_amp(cfg)
@@ -175,8 +167,7 @@ def fit_to_job(cfg: Config, *, amp: bool) -> str:
 def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
     """Run the unfinished ones, `jobs` at a time, with progress; return failed runs.
 
-    Raises:
-        ConfigError: If a folder holds a run with other settings.
+    ConfigError if a folder holds a run with other settings.
     """
     open_runs = [run for run in runs if run.summary() is None]
     if not open_runs:

@@ -52,7 +52,8 @@ class Spread(NamedTuple):
         return f"{self.mean:.3f} ± {self.deviation:.3f}"
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """Mean of paired differences and its 95% t-interval; no interval for one pair."""
 
     mean: float
@@ -174,13 +175,8 @@ def decide(mean_ap: Mapping[str, Scores]) -> Verdict | None:
 
     Above: the lower end of the 95% interval of the paired difference in mean AP is
     above 0, with Holm's correction over all measured ones (Scand. J. Statist. 1979);
-    for a single seed, the difference is above :data:`MIN_GAIN`. See `best_dense`.
-
-    Args:
-        mean_ap: Mean AP of each baseline, one number per seed, None if missing.
-
-    Returns:
-        The verdict; None without a reference, or with controls only.
+    for a single seed, the difference is above :data:`MIN_GAIN`. See `best_dense`. None
+    without a reference, or with controls only.
     """
     reference, speed = best_dense(mean_ap)
     gain = partial(paired_difference, base=mean_ap.get(reference))

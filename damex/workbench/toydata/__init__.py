@@ -62,17 +62,14 @@ def generate_toy_mixture(
     """Generate the toy mixture in a new or empty folder.
 
     Equal arguments give equal files (with the same Pillow and NumPy). The folder
-    appears when it is complete.
+    appears when it is complete. ConfigError if the seed is negative, or `out` is taken
+    or cannot be written.
 
     Returns:
         For each dataset the number of boxes in its two splits.
-
-    Raises:
-        ConfigError: If the seed is negative, or `out` is taken or cannot be written.
     """
     if seed < 0:
         raise ConfigError(f"toy mixture: seed must be 0 or more, got {seed}")
-    out = Path(out)
     check_free(out)
     boxes = {}
     with atomic_folder(out) as made:
@@ -117,7 +114,7 @@ def _write_split(root: Path, spec: DatasetSpec, split: str, seed: int) -> int:
     renderer = spec.build_renderer(split)
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    for index in range(spec.num_images(split)):
+    for index in range(spec.num_train if split == "train" else spec.num_val):
         canvas = render_image(spec, split, index, seed=seed, renderer=renderer)
         picture, name = canvas.image(), f"{split}_{index:05d}.jpg"
         picture.save(folder / "images" / name, quality=60, optimize=True)

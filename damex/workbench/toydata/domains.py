@@ -57,10 +57,6 @@ class DatasetSpec:
     num_val: int
     build_renderer: Callable[[str], Renderer]
 
-    def num_images(self, split: str) -> int:
-        """Return the number of images of a split, 'train' or 'val'."""
-        return self.num_train if split == "train" else self.num_val
-
 
 # ---- shapes: flat shapes on soft pastel fades, some of them hard to see ----
 
