@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from damex.moe import LinearRouter
 
@@ -174,32 +174,9 @@ def _uniform(
     return low + (high - low) * torch.rand(num_samples, generator=generator)
 
 
-class PatchSumRouter(nn.Module):
-    """h_m(x) = <theta_m, sum_p x_p> (section 3.2).
-
-    Args:
-        num_experts: E.
-        patch_dims: D.
-        init_std: Of theta; the paper starts at 0.
-    """
-
-    def __init__(
-        self, num_experts: int, patch_dims: int, *, init_std: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.patch_dims = patch_dims
-        self.linear = LinearRouter(patch_dims, num_experts, init_std=init_std)
-
-    def reset_parameters(self) -> None:
-        """Draw new values of theta."""
-        self.linear.reset_parameters()
+class PatchSumRouter(LinearRouter):
+    """h_m(x) = <theta_m, sum_p x_p> (section 3.2); `embed_dims` is D."""
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Score every expert for every sample.
-
-        Returns:
-            logits: (..., E).
-        """
-        patches = tokens.unflatten(-1, (-1, self.patch_dims))
-        return self.linear(patches.sum(-2))
+        """Score every expert for every sample, (..., P * D) -> (..., E)."""
+        return super().forward(tokens.unflatten(-1, (-1, self.embed_dims)).sum(-2))

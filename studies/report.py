@@ -81,21 +81,6 @@ def checked(
     return Row(name, published, values, criterion, holds, settings, digits)
 
 
-def at_least(limit: float) -> Callable[[float], bool]:
-    """A test for `checked`."""
-    return lambda value: value >= limit
-
-
-def at_most(limit: float) -> Callable[[float], bool]:
-    """A test for `checked`."""
-    return lambda value: value <= limit
-
-
-def below(limit: float) -> Callable[[float], bool]:
-    """A test for `checked`."""
-    return lambda value: value < limit
-
-
 def near(expected: float, distance: float) -> Callable[[float], bool]:
     """A test for `checked`."""
     return lambda value: abs(value - expected) <= distance

@@ -8,7 +8,6 @@ E experts, F filters of an expert, C outputs, R routes (sample-expert pairs).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,6 +24,7 @@ from damex.moe import (
     RoutingRecord,
     TopKGate,
 )
+from damex.moe.experts import ACTIVATIONS
 from damex.moe.grouped import map_segments
 from studies.cluster_data import (
     SETTINGS,
@@ -54,16 +54,6 @@ def draw_train_and_test(
     return task.draw(num, generator), task.draw(num, generator)
 
 
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "identity": lambda z: z,
-    "cubic": lambda z: z * z * z,
-    "relu": functional.relu,
-    "celu": functional.celu,
-    "gelu": functional.gelu,
-    "tanh": torch.tanh,
-}
-
-
 class PatchwiseExperts(nn.Module):
     """E functions sum_j sum_p sigma(<w_j, x_p> + b_j), for each of C outputs.
 
@@ -75,7 +65,7 @@ class PatchwiseExperts(nn.Module):
         patch_dims: D.
         num_filters: F, a multiple of C.
         num_outputs: C.
-        activation: sigma, one of `ACTIVATIONS`.
+        activation: sigma, one of `damex.moe.experts.ACTIVATIONS`.
         bias: Whether filters have a bias; the paper has none, its code has.
         init: 'normal' for N(0, init_scale^2), or 'uniform' for init_scale times
             U(+-1/sqrt(D)), the distribution of `nn.Conv1d`.
@@ -246,7 +236,7 @@ def build_mixture(
         )
         loss = LoadBalanceLoss(weight=BALANCE_WEIGHT)
     return MoELayer(
-        router=PatchSumRouter(NUM_EXPERTS, PATCH_DIMS),
+        router=PatchSumRouter(PATCH_DIMS, NUM_EXPERTS, init_std=0.0),
         gate=gate,
         experts=experts,
         losses=[loss] if balance else [],

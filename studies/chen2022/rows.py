@@ -81,7 +81,7 @@ DISPATCH: Mapping[str, tuple[tuple[int, ...], ...]] = {
 
 
 ENTROPY_GAP = "entropy of linear minus cubic, nats"
-NAMES = {"identity": "linear"}
+NAMES = {"identity": "linear", "cubic": "cubic"}
 ONE_LAW = ("3", "4", "verify")  # settings of Theorem 4.1
 BOUND, TOLERANCE = 87.5, 0.8  # per cent; three deviations at 16,000 samples
 
@@ -157,7 +157,7 @@ def unevenness(counts_KE: Tensor) -> float:
 
 
 def _accuracy_and_entropy(case: Case, outcomes: Sequence[Outcome]) -> list[Row]:
-    name = f"{NAMES.get(case.activation, case.activation)} mixture"
+    name = f"{NAMES[case.activation]} mixture"
     cubic = case.activation == "cubic"
     accuracies = [outcome.accuracy for outcome in outcomes]
     accuracy, entropy = MIXTURES[case.setting, case.activation]

@@ -25,6 +25,7 @@ from studies.chen2022.models import (
 from studies.chen2022.rows import (
     BOUND,
     ENTROPY_GAP,
+    NAMES,
     TOLERANCE,
     mixture_rows,
     reason_rows,
@@ -113,7 +114,7 @@ def theory_rows(draws: int) -> list[Row]:
     share = 1 / NUM_EXPERTS
     allowed = 5.0 * (share * (1.0 - share) / draws) ** 0.5
     off = (even_E - share).abs().max().item()
-    rows = [
+    return [
         Row(
             "best sum over patches, accuracy, %",
             f"<= {BOUND} (Theorem 4.1)",
@@ -132,18 +133,18 @@ def theory_rows(draws: int) -> list[Row]:
             "TopKGate in training",
             digits=4,
         ),
+        *(
+            Row(
+                "change of routing over its bound, largest of five",
+                "<= 1 (Lemma 5.1)",
+                [max(values)],
+                "<= 1",
+                max(values) <= 1.0,
+                f"TopKGate in training, {num} experts",
+            )
+            for num, values in ratios.items()
+        ),
     ]
-    for num, values in ratios.items():
-        row = Row(
-            "change of routing over its bound, largest of five",
-            "<= 1 (Lemma 5.1)",
-            [max(values)],
-            "<= 1",
-            max(values) <= 1.0,
-            f"TopKGate in training, {num} experts",
-        )
-        rows.append(row)
-    return rows
 
 
 def remark(rows: Sequence[Row]) -> str:
@@ -230,7 +231,6 @@ def smoothness(
     return ratios
 
 
-NAMES = {"identity": "linear", "cubic": "cubic"}
 COLORS = {"identity": "#d95f02", "cubic": "#1b6ca8"}
 STYLES = ("-", "--", ":", "-.")
 

@@ -25,7 +25,6 @@ from damex.moe import (
     expert_parameters,
 )
 from studies.chen2022.models import (
-    ACTIVATIONS,
     OFFICIAL,
     PAPER,
     PAPER_X10,
@@ -47,6 +46,7 @@ LONG_STEPS = 2000
 CURVE_STRIDE = 10
 EXPERT_LR, ROUTER_LR = 0.001, 0.1
 ENOUGH, WORSE = 0.314, 0.02  # when the code stops early
+SINGLE_ACTIVATIONS = ("identity", "cubic", "relu", "celu", "gelu", "tanh")
 SINGLE_LR = 0.01
 SINGLE_LINEAR_LR = 0.003
 SINGLE_WEIGHT_DECAY = 5e-4
@@ -126,7 +126,7 @@ def make_plan(session: Session) -> Plan:
     reasons = {Case(OFFICIAL, "2", "cubic", data_seed=d): seeds for d in DATA_SEEDS}
     longer = replace(PAPER, name=f"paper, {LONG_STEPS} steps", steps=LONG_STEPS)
     reasons[Case(longer, "1", "cubic")] = seeds
-    singles = [Single(s, a) for s in ("1", "2", "verify") for a in ACTIVATIONS]
+    singles = [Single(s, a) for s in ("1", "2", "verify") for a in SINGLE_ACTIVATIONS]
     singles += [Single(s, a) for s in "34" for a in both]
     singles += [Single(s, a, 512) for a in both for s in "1234"]
     return Plan(
@@ -197,7 +197,7 @@ def train_mixture(case: Case, num: int, seed: int) -> Outcome:
         layer.train(recipe.as_released)  # the code never leaves training mode
         with torch.no_grad():
             out_BC, record = _forward(layer, _tokens(recipe, test), test.clusters_B)
-    last_KE = counts[-1] if recipe.as_released else _counts(record)
+    last_KE = counts[-1] if recipe.as_released else dispatch_counts(record)
     return Outcome(
         accuracy=accuracy(class_margin(out_BC), test.labels_B),
         entropy=dispatch_entropy(last_KE).item(),
@@ -294,7 +294,7 @@ def _descend(
         out_BC, record = _forward(layer, tokens_B1X, train.clusters_B)
         loss = mixture_loss(recipe, out_BC, train.labels_B)
         loss = torch.stack([loss, *record.losses.values()]).sum()
-        counts.append(_counts(record))
+        counts.append(dispatch_counts(record))
         if step % CURVE_STRIDE == 0:
             shown = counts[-1] if recipe.as_released else _clean_counts(record)
             curve.append(dispatch_entropy(shown).item())
@@ -325,8 +325,4 @@ def _forward(
 def _clean_counts(record: RoutingRecord) -> Tensor:
     """What the dispatch would be without noise."""
     assignment = TopKGate(1)(record.logits_VE)
-    return _counts(replace(record, assignment=assignment))
-
-
-def _counts(record: RoutingRecord) -> Tensor:
-    return dispatch_counts(record)
+    return dispatch_counts(replace(record, assignment=assignment))

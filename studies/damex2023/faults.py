@@ -95,7 +95,7 @@ def targets_accuracy(
     generator = torch.Generator().manual_seed(seed)
     num_datasets = task.num_groups
     layer = damex_layer(task.signals_KD.shape[1], num_datasets, seed=seed)
-    optimizer = Adam(_router_parameters(layer), lr=LR)
+    optimizer = Adam(layer.get_submodule("router").parameters(), lr=LR)
     wrong = 0.0
     layer.train()
     for _ in range(steps):
@@ -141,7 +141,7 @@ def capacity_curve(
     generator = torch.Generator().manual_seed(seed)
     num_datasets, dims = task.num_groups, task.signals_KD.shape[1]
     layer = damex_layer(dims, num_datasets, seed=seed, capacity=capacity)
-    optimizer = Adam(_router_parameters(layer), lr=LR)
+    optimizer = Adam(layer.get_submodule("router").parameters(), lr=LR)
     all_B = torch.arange(num_datasets)
     looks_BND = draw_images(task, all_B, QUERIES, generator)
     curve = []
@@ -216,10 +216,6 @@ def label_accuracy(
         out_T1D, _ = layer(tokens_TD.unsqueeze(1))
         right_T = head(out_T1D.squeeze(1)).argmax(dim=1) == label_T
     return 100.0 * right_T.double().mean().item()
-
-
-def _router_parameters(layer: MoELayer) -> list[nn.Parameter]:
-    return [p for name, p in layer.named_parameters() if name.startswith("router.")]
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ Axes: B samples, P = 4 patches, D features of a patch, E experts, R routes, G da
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,6 +27,7 @@ from damex.moe import (
     TopKGate,
     dispatch_counts,
     dispatch_entropy,
+    expert_groups,
     mutual_information,
     routing_hits,
 )
@@ -68,23 +70,16 @@ class ClusterMoE(nn.Module):
     (DAMEX's baseline has the smooth load loss in place of the load balance.)
     """
 
-    def __init__(
-        self,
-        method: Method,
-        *,
-        dims: int,
-        num_datasets: int,
-        num_experts: int,
-        hidden_dims: int,
-    ) -> None:
+    def __init__(self, method: Method, mixing: Mixing, num_datasets: int) -> None:
         super().__init__()
+        dims, num_experts = mixing.dims, mixing.num_experts
         losses: tuple[RoutingLoss, ...] = (DatasetRoutingLoss(weight=0.1),)
         if method == "vanilla":
             losses = (ImportanceLoss(weight=0.05), LoadBalanceLoss(weight=0.05))
         self.layer = MoELayer(
-            router=PatchSumRouter(num_experts, dims, init_std=ROUTER_STD),
+            router=PatchSumRouter(dims, num_experts, init_std=ROUTER_STD),
             gate=TopKGate(noise="gaussian"),
-            experts=_PatchSumExperts(num_experts, dims, hidden_dims),
+            experts=_PatchSumExperts(num_experts, dims, mixing.hidden_dims),
             losses=losses,
             group_experts=dataset_experts(num_datasets, num_experts),
         )
@@ -109,17 +104,11 @@ class ClusterMoE(nn.Module):
         return score_B11.flatten(), record
 
 
-def dataset_experts(num_datasets: int, num_experts: int) -> list[list[int]]:
-    """Experts of each data set: shared out evenly, in order.
-
-    Args:
-        num_datasets: One of the divisors or multiples of `num_experts`.
-        num_experts: E.
-    """
-    if num_datasets >= num_experts:
+def dataset_experts(num_datasets: int, num_experts: int) -> Sequence[Sequence[int]]:
+    """Experts of each data set: shared out evenly, in order."""
+    if num_datasets > num_experts:
         return [[d * num_experts // num_datasets] for d in range(num_datasets)]
-    share = num_experts // num_datasets
-    return [list(range(d * share, (d + 1) * share)) for d in range(num_datasets)]
+    return expert_groups(num_datasets, num_experts)
 
 
 def damex_layer(
@@ -234,13 +223,7 @@ def train(
     samples = task.draw(mixing.num_samples, generator)
     datasets_B = datasets_of(samples, mixing)
     with seeded(seed):
-        model = ClusterMoE(
-            method,
-            dims=mixing.dims,
-            num_datasets=task.num_clusters // mixing.clusters,
-            num_experts=mixing.num_experts,
-            hidden_dims=mixing.hidden_dims,
-        )
+        model = ClusterMoE(method, mixing, task.num_clusters // mixing.clusters)
         optimizer = Adam(model.parameters(), lr=mixing.lr)
         for _ in range(mixing.steps):
             index_B = torch.randint(

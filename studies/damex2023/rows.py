@@ -17,7 +17,7 @@ from studies.damex2023.plan import (
     cases_with_more_experts,
     growing_cases,
 )
-from studies.report import Row, at_least, at_most, checked, differences, near
+from studies.report import Row, checked, differences, near
 
 Outcomes = Mapping[Case, Sequence[Outcome]]
 ONE_EXPERT, TOLERANCE = 87.5, 0.8  # per cent, as in the study of chen2022
@@ -197,9 +197,9 @@ def _routing_accuracy(
     values = [routing.accuracy for routing in found]
     name = "routed to the expert of the data set, %"
     if not released:
-        return checked(name, values, ">= 95", at_least(95.0), where, digits=1)
+        return checked(name, values, ">= 95", lambda x: x >= 95.0, where, digits=1)
     if number == 2:  # every target is a coin toss
-        return checked(name, values, "<= 75", at_most(75.0), where, digits=1)
+        return checked(name, values, "<= 75", lambda x: x <= 75.0, where, digits=1)
     return Row(name, "-", values, settings=where, digits=1)
 
 
@@ -215,12 +215,19 @@ def _capacity_rows(faults: Sequence[Faults]) -> list[Row]:
             name,
             limited,
             ">= 80",
-            at_least(80.0),
+            lambda x: x >= 80.0,
             "capacity 1.25, trained router",
             published=published,
             digits=1,
         ),
-        checked(name, free, "0", at_most(0.0), "dropless, trained router", digits=1),
+        checked(
+            name,
+            free,
+            "0",
+            lambda x: x <= 0.0,
+            "dropless, trained router",
+            digits=1,
+        ),
     ]
 
 
@@ -233,7 +240,7 @@ def _label_rows(faults: Sequence[Faults]) -> list[Row]:
         where = f"{numbers}, tokens {show} their data set"
         values = [fault.labels[by_name, marked] for fault in faults]
         if by_name:
-            row = checked(name, values, ">= 95", at_least(95.0), where, digits=1)
+            row = checked(name, values, ">= 95", lambda x: x >= 95.0, where, digits=1)
         elif not marked:
             row = checked(name, values, "50 +- 3", near(50.0, 3.0), where, digits=1)
         else:

@@ -19,13 +19,12 @@ from studies.deepmoe2019.network import (
     DigitNet,
     Recipe,
     Stages,
-    build_network,
     draw_digits,
     shrink,
     train,
 )
 from studies.digits import DIGIT_SIDE, DigitSource
-from studies.harness import Session
+from studies.harness import Session, seeded
 
 WIDE: Stages = ((32, 32), (32,))
 HALF: Stages = ((16, 16), (16,))
@@ -122,9 +121,8 @@ def _measure(
 ) -> Measured:
     """Builds, trains in both stages and measures one network."""
     recipe = design.recipe
-    network = build_network(
-        design.stages, embedding_widths=design.embedding_widths, seed=seed
-    )
+    with seeded(seed):
+        network = DigitNet(design.stages, embedding_widths=design.embedding_widths)
     generator = torch.Generator().manual_seed(seed)
     train(network, digits, recipe, generator, stage=1)
     joint, before = score(network, digits), _gating_state(network)

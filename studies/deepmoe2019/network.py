@@ -22,7 +22,6 @@ from damex.papers.channels import (
     gated_conv2d,
 )
 from studies.digits import DigitImages, DigitSource, uci_digits
-from studies.harness import seeded
 
 NUM_CLASSES = 10
 NUM_TRAIN = 1200  # of 1797; the other 597 are the test images
@@ -129,20 +128,6 @@ class DigitNet(nn.Module):
                 x_BCHW = functional.max_pool2d(x_BCHW, 2)
             before_BC = now_BC
         return self.fc(x_BCHW.mean(dim=(2, 3)))
-
-
-def build_network(
-    stages: Stages, *, embedding_widths: Sequence[int] | None, seed: int
-) -> DigitNet:
-    """Draw the weights of a network.
-
-    Args:
-        stages: Widths of the convolutions in each stage.
-        embedding_widths: Of the gating path; None for the plain network.
-        seed: Of the weights; the global random state is not changed.
-    """
-    with seeded(seed):
-        return DigitNet(stages, embedding_widths=embedding_widths)
 
 
 def draw_digits(*, seed: int, num_train: int = NUM_TRAIN) -> DigitSource:

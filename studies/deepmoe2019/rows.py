@@ -8,7 +8,7 @@ from statistics import fmean
 
 from studies.deepmoe2019.measures import Case, Measured
 from studies.deepmoe2019.network import STRATEGIES, VGG, conv_parameters
-from studies.report import Row, at_least, at_most, below, checked, differences
+from studies.report import Row, checked, differences
 
 Found = Mapping[Case, Sequence[Measured]]
 Value = Callable[[Measured], float]
@@ -91,14 +91,14 @@ def _claim_rows(found: Found) -> list[Row]:
             "active channels, %",
             _of(chosen, active_of),
             "< 25",
-            below(25.0),
+            lambda x: x < 25.0,
             LABEL,
         ),
         checked(
             "distinct gate patterns of the 597 test images",
             _of(chosen, patterns_of),
             ">= 100",
-            at_least(100.0),
+            lambda x: x >= 100.0,
             LABEL,
             published="not one (A.1)",
             digits=0,
@@ -127,7 +127,7 @@ def _at_lower_compute(
             f"operations over those of the plain network of {which}",
             _flop_ratios(chosen, plain),
             "< 1 for all seeds",
-            below(1.0),
+            lambda x: x < 1.0,
             f"width 32, {LABEL}",
             published="< 1",
         ),
@@ -161,7 +161,7 @@ def _gate_rows(found: Found) -> list[Row]:
         return one.final.embedding_accuracy
 
     return [
-        checked(alone, _of(chosen, embedding), ">= 85", at_least(85.0), "mu 1"),
+        checked(alone, _of(chosen, embedding), ">= 85", lambda x: x >= 85.0, "mu 1"),
         _shown(alone, "mu 0", found["mu 0",], embedding),
         _shown("accuracy, %", f"mu 0, {LABEL}", found["mu 0",], accuracy_of),
         _shown(
@@ -199,7 +199,7 @@ def _stage_rows(found: Found) -> list[Row]:
             "change of embedding, heads and batch-norm statistics in stage 2",
             [one.gating_moved for one in _gated(found)],
             "0",
-            at_most(0.0),
+            lambda x: x <= 0.0,
             "largest, each gated network",
         ),
         Row("accuracy gained in stage 2, points", "-", gain, settings=LABEL),
@@ -213,14 +213,14 @@ def _flop_rows(found: Found) -> list[Row]:
             "logits with gates of 1 minus those without gates",
             [one.open_gate_gap for one in everything],
             "0",
-            at_most(0.0),
+            lambda x: x <= 0.0,
             "largest, each network",
         ),
         checked(
             "logits with closed channels skipped minus those with them masked",
             [one.skip_gap for one in _gated(found)],
             "< 0.001",
-            below(1e-3),
+            lambda x: x < 1e-3,
             "largest, each gated network",
             digits=7,
         ),
@@ -228,7 +228,7 @@ def _flop_rows(found: Found) -> list[Row]:
             "operations executed over operations by hand, minus 1",
             [abs(one.flops / one.flops_by_hand - 1.0) for one in everything],
             "< 1e-6",
-            below(1e-6),
+            lambda x: x < 1e-6,
             "each network",
             digits=7,
         ),
@@ -236,7 +236,7 @@ def _flop_rows(found: Found) -> list[Row]:
             "operations of the gating path over the convolutions', %",
             [100.0 * one.embedding_flops / one.dense_flops for one in found[CHOSEN]],
             "<= 5",
-            at_most(5.0),
+            lambda x: x <= 5.0,
             "width 32",
             published="2",
         ),

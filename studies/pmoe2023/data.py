@@ -5,7 +5,6 @@ Axes: B samples, N patches of a sample, D pixels of a patch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,10 +38,10 @@ class PatchSamples:
 
 @dataclass(frozen=True)
 class Task:
-    """A classification task; see `draw_samples`.
+    """A classification task.
 
     Attributes:
-        classes: The digit of each class.
+        classes: The digit of each class; o1 and o2 of the paper are 1 and 0.
         spurious: Share of the training samples whose second pattern agrees with the
             class; in tests it is one half, which tells nothing.
     """
@@ -52,69 +51,59 @@ class Task:
 
     def train(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
         """Training samples of one seed."""
-        return self._draw(source.train, count, seed, self.spurious)
+        return self.draw(source.train, count, seed, self.spurious)
 
     def test(self, source: DigitSource, count: int, seed: int) -> PatchSamples:
         """Test samples of one seed; see `train`."""
         chance = None if self.spurious is None else 0.5
-        return self._draw(source.test, count, TEST_SEED + seed, chance)
+        return self.draw(source.test, count, TEST_SEED + seed, chance)
 
-    def _draw(
-        self, digits: DigitImages, count: int, seed: int, spurious: float | None
+    def draw(
+        self,
+        digits: DigitImages,
+        count: int,
+        seed: int,
+        spurious: float | None = None,
     ) -> PatchSamples:
-        return draw_samples(
-            digits, count, seed=seed, classes=self.classes, spurious=spurious
-        )
+        """Draw samples, as many of each class, give or take one.
 
+        Other patches show any of the remaining digits.
 
-def draw_samples(
-    digits: DigitImages,
-    count: int,
-    *,
-    seed: int,
-    classes: Sequence[int] = (1, 0),
-    spurious: float | None = None,
-) -> PatchSamples:
-    """Draw samples, as many of each class, give or take one.
+        Args:
+            digits: Pictures to choose patches from.
+            count: B.
+            seed: Equal seeds give equal samples.
+            spurious: Probability with which one more patch shows the digit that goes
+                with the class, 2 or 3; else it shows the other of the two. No other
+                patch shows these then. None for no such patch.
 
-    Args:
-        digits: Pictures to choose patches from.
-        count: B.
-        seed: Equal seeds give equal samples.
-        classes: The class-discriminative digit of each class; o1 and o2 of the paper
-            are 1 and 0.
-        spurious: With two classes: probability with which one more patch shows the
-            digit that goes with the class, 2 or 3; else it shows the other of the two.
-            No other patch shows these then. None for no such patch.
-
-    Returns:
-        Samples whose other patches show any of the remaining digits.
-
-    Raises:
-        ValueError: If `spurious` is given for other than the classes 1 and 0.
-    """
-    if spurious is not None and tuple(classes) != (1, 0):
-        raise ValueError(
-            f"draw_samples: spurious needs the classes (1, 0), got {tuple(classes)}"
-        )
-    generator = torch.Generator().manual_seed(seed)
-    taken = (*classes, 2, 3) if spurious is not None else tuple(classes)
-    others = [digit for digit in range(10) if digit not in {*taken, 0, 1}]
-    rows_B = torch.arange(count)
-    labels_B = torch.randperm(count, generator=generator) % len(classes)
-    position_B = torch.randint(NUM_PATCHES, (count,), generator=generator)
-    wanted_BN = torch.tensor(others)[
-        torch.randint(len(others), (count, NUM_PATCHES), generator=generator)
-    ]
-    wanted_BN[rows_B, position_B] = torch.tensor(classes)[labels_B]
-    if spurious is not None:
-        step_B = torch.randint(1, NUM_PATCHES, (count,), generator=generator)
-        agrees_B = torch.rand(count, generator=generator) < spurious
-        wanted_BN[rows_B, (position_B + step_B) % NUM_PATCHES] = torch.where(
-            agrees_B, 2 + labels_B, 3 - labels_B
-        )
-    index_BN = _pictures_of(digits.labels_S, wanted_BN, generator)
-    return PatchSamples(digits.images_S1HW.flatten(1)[index_BN], labels_B, position_B)
+        Raises:
+            ValueError: If `spurious` is given for other than the classes 1 and 0.
+        """
+        classes = self.classes
+        if spurious is not None and classes != (1, 0):
+            raise ValueError(
+                f"Task.draw: spurious needs the classes (1, 0), got {classes}"
+            )
+        generator = torch.Generator().manual_seed(seed)
+        taken = (*classes, 2, 3) if spurious is not None else classes
+        others = [digit for digit in range(10) if digit not in {*taken, 0, 1}]
+        rows_B = torch.arange(count)
+        labels_B = torch.randperm(count, generator=generator) % len(classes)
+        position_B = torch.randint(NUM_PATCHES, (count,), generator=generator)
+        wanted_BN = torch.tensor(others)[
+            torch.randint(len(others), (count, NUM_PATCHES), generator=generator)
+        ]
+        wanted_BN[rows_B, position_B] = torch.tensor(classes)[labels_B]
+        if spurious is not None:
+            step_B = torch.randint(1, NUM_PATCHES, (count,), generator=generator)
+            agrees_B = torch.rand(count, generator=generator) < spurious
+            wanted_BN[rows_B, (position_B + step_B) % NUM_PATCHES] = torch.where(
+                agrees_B, 2 + labels_B, 3 - labels_B
+            )
+        index_BN = _pictures_of(digits.labels_S, wanted_BN, generator)
+        patches_BND = digits.images_S1HW.flatten(1)[index_BN]
+        return PatchSamples(patches_BND, labels_B, position_B)
 
 
 def _pictures_of(

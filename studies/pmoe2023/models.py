@@ -52,8 +52,6 @@ class FilterExperts(nn.Module):
     """Experts of eq. 1: filters that learn, ReLU, and a second layer that does not."""
 
     output_EOC: Tensor
-    _zero_EO: Tensor
-    _zero_EC: Tensor
 
     def __init__(self, recipe: Recipe, *, embed_dims: int, num_scores: int) -> None:
         super().__init__()
@@ -61,12 +59,8 @@ class FilterExperts(nn.Module):
         self._recipe = recipe
         width = recipe.num_filters // recipe.num_experts
         self.filter_EDO = nn.Parameter(torch.empty(self.num_experts, embed_dims, width))
-        for name, shape in (
-            ("output_EOC", (self.num_experts, width, num_scores)),
-            ("_zero_EO", (self.num_experts, width)),
-            ("_zero_EC", (self.num_experts, num_scores)),
-        ):
-            self.register_buffer(name, torch.zeros(shape), persistent=name[0] != "_")
+        output_EOC = torch.zeros(self.num_experts, width, num_scores)
+        self.register_buffer("output_EOC", output_EOC)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,10 +77,8 @@ class FilterExperts(nn.Module):
         Returns:
             scores_RC: sum over r of a_rs * ReLU(<w_rs, x>).
         """
-        hidden_RO = grouped_linear(
-            patches_RD, self.filter_EDO, self._zero_EO, counts_E
-        ).relu()
-        return grouped_linear(hidden_RO, self.output_EOC, self._zero_EC, counts_E)
+        hidden_RO = grouped_linear(patches_RD, self.filter_EDO, None, counts_E).relu()
+        return grouped_linear(hidden_RO, self.output_EOC, None, counts_E)
 
 
 class PatchMoE(nn.Module):

@@ -95,9 +95,10 @@ def run_job(job: Job, source: DigitSource, seed: int) -> Outcome:
     if not isinstance(model, PatchMoE):
         return outcome
     if model.recipe.joint:
-        return replace(
-            outcome, largest=largest_hits(model, test), taken=taken_hits(model, test)
+        largest, taken = (
+            best_hits(model, test, num) for num in (1, model.recipe.num_tokens)
         )
+        return replace(outcome, largest=largest, taken=taken)
     return replace(outcome, top={count: top_hits(model, test, count) for count in TOP})
 
 
@@ -209,27 +210,14 @@ def top_hits(model: PatchMoE, samples: PatchSamples, num_tokens: int) -> float:
     return 100 * own_B.double().mean().item()
 
 
-def largest_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
-    """Figure 9: how often the patch has the largest gating value of one expert.
+def best_hits(
+    model: PatchMoE, samples: PatchSamples, num_tokens: int
+) -> tuple[float, ...]:
+    """By class, percentage of samples whose patch its best expert would take.
 
-    Returns:
-        For each class the percentage of its samples, for its best expert.
+    With one patch per expert: the patch has the largest gating value (figure 9).
     """
-    return _best_expert(_discriminative_taken(model, samples, 1), samples)
-
-
-def taken_hits(model: PatchMoE, samples: PatchSamples) -> tuple[float, ...]:
-    """How often one expert takes the patch, at any gating value.
-
-    Returns:
-        As `largest_hits`.
-    """
-    num_tokens = model.recipe.num_tokens
-    return _best_expert(_discriminative_taken(model, samples, num_tokens), samples)
-
-
-def _best_expert(taken_BE: Tensor, samples: PatchSamples) -> tuple[float, ...]:
-    """By class, percentage of samples of the expert that has most of them."""
+    taken_BE = _discriminative_taken(model, samples, num_tokens)
     return tuple(
         100 * taken_BE[samples.labels_B == label].double().mean(0).max().item()
         for label in samples.labels_B.unique().tolist()

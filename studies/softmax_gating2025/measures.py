@@ -42,6 +42,15 @@ class Measure:
         """Gate and expert parameters side by side."""
         return torch.cat([self.gate_SKA, self.expert_SKQ], dim=2)
 
+    def part(self, atoms: list[int]) -> Measure:
+        """Some of the atoms."""
+        return Measure(
+            self.log_weight_SK[:, atoms],
+            self.gate_SKA[:, atoms],
+            self.expert_SKQ[:, atoms],
+            self.temperature_S,
+        )
+
 
 def voronoi_cells(measure: Measure, truth: Measure) -> Tensor:
     """Cells of the true atoms (eq. 5): to each fitted atom the nearest true one.
@@ -287,17 +296,9 @@ class Truth:
     def hierarchy(self) -> Hierarchy:
         """As a two-level measure."""
         flat = self.measure()
-        groups = [
-            [i for i, group in enumerate(self.group_of) if group == g]
-            for g in range(len(self.group_bias))
-        ]
         inner = [
-            Measure(
-                flat.log_weight_SK[:, group],
-                flat.gate_SKA[:, group],
-                flat.expert_SKQ[:, group],
-            )
-            for group in groups
+            flat.part([i for i, group in enumerate(self.group_of) if group == g])
+            for g in range(len(self.group_bias))
         ]
         return Hierarchy(
             _row(self.group_bias), _row(self.group_slope).unsqueeze(2), inner

@@ -30,6 +30,7 @@ from damex.papers.dense_gates import DenseSoftmaxGate
 from studies.softmax_gating2025.measures import Hierarchy, Measure, Truth
 
 Gating = Literal["softmax", "linear_temperature", "tanh_temperature", "hierarchical"]
+NUM_GROUPS = 2  # G of a hierarchy
 
 
 class TemperatureGate(DenseSoftmaxGate):
@@ -54,7 +55,6 @@ class Family:
         activation: That of the experts; 'identity' makes them linear.
         points_N: Where the functions are evaluated.
         normalised: Whether experts see t(x) rather than x.
-        num_groups: G of a hierarchy.
     """
 
     def __init__(
@@ -65,12 +65,10 @@ class Family:
         activation: str,
         points_N: Tensor,
         normalised: bool = False,
-        num_groups: int = 2,
     ) -> None:
         self.gating = gating
         self.num_experts = num_experts
         self.activation = activation
-        self.num_groups = num_groups
         self._expert_input = 1 if normalised else 0
         self._slope = "router.weight_ED"
         self._bias = "router.bias_E"
@@ -143,14 +141,8 @@ class Family:
         """The two-level measures of fitted parameters, not yet aligned."""
         parameters = self.regression.parameters(theta_SP)
         flat = self.measure(theta_SP)
-        inner = [
-            Measure(
-                flat.log_weight_SK[:, list(group)],
-                flat.gate_SKA[:, list(group)],
-                flat.expert_SKQ[:, list(group)],
-            )
-            for group in expert_groups(self.num_groups, self.num_experts)
-        ]
+        groups = expert_groups(NUM_GROUPS, self.num_experts)
+        inner = [flat.part([*group]) for group in groups]
         return Hierarchy(
             parameters["router.group_bias_G"],
             parameters["router.group_weight_GD"][:, :, :1],
@@ -163,7 +155,7 @@ class Family:
         gate = TemperatureGate() if self.has_temperature else DenseSoftmaxGate()
         router: LinearRouter | MLPRouter | HierarchicalRouter
         if self.gating == "hierarchical":
-            router = HierarchicalRouter(embed_dims, E, num_groups=self.num_groups)
+            router = HierarchicalRouter(embed_dims, E, num_groups=NUM_GROUPS)
         elif self.gating == "tanh_temperature":
             router = MLPRouter(embed_dims, E, hidden_dims=E, activation="tanh")
         else:
@@ -182,7 +174,7 @@ class Family:
         """For each expert whose gate is pinned: the last one, or that of its group."""
         if self.gating != "hierarchical":
             return [self.num_experts - 1] * self.num_experts
-        groups = expert_groups(self.num_groups, self.num_experts)
+        groups = expert_groups(NUM_GROUPS, self.num_experts)
         return [group[-1] for group in groups for _ in group]
 
     def _free(self) -> dict[str, Tensor]:
@@ -202,7 +194,7 @@ class Family:
         if self.has_temperature:
             free["gate.log_scale"] = torch.tensor(True)
         if self.gating == "hierarchical":
-            moves_G = torch.arange(self.num_groups) < self.num_groups - 1
+            moves_G = torch.arange(NUM_GROUPS) < NUM_GROUPS - 1
             free["router.group_weight_GD"] = moves_G.unsqueeze(1) & first_D
             free["router.group_bias_G"] = moves_G
         return free

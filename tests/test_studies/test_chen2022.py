@@ -102,7 +102,7 @@ def test_the_weight_of_a_route_scales_the_output_in_each_form():
         layer = build_mixture(recipe, "cubic")
         with torch.no_grad():
             layer.experts.weight_EDF.normal_()
-            layer.router.linear.weight_ED.normal_(std=0.1)
+            layer.router.weight_ED.normal_(std=0.1)
         out, record = layer(tokens)
         routes = record.assignment
         plain = layer.experts(routes.dispatch(tokens[:, 0]), routes.counts_E)
@@ -123,11 +123,11 @@ def test_the_balance_loss_lowers_the_logit_of_the_expert_that_got_all(recipe):
     layer = build_mixture(recipe, "identity", balance=True)
     with torch.no_grad():
         # patches of ones sum to 4: logit 4 * 50 * 0.01 = 2 beats any noise
-        layer.router.linear.weight_ED[3] = 0.01
+        layer.router.weight_ED[3] = 0.01
     _, record = layer(torch.ones(10, 1, 200))
     (loss,) = record.losses.values()
     loss.backward()
-    slope_E = layer.router.linear.weight_ED.grad.sum(1)
+    slope_E = layer.router.weight_ED.grad.sum(1)
     assert slope_E.argmax() == 3
     assert slope_E[3] > 0
 

@@ -26,16 +26,14 @@ def task(generator):
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    return ClusterMoE(
-        "damex", dims=32, num_datasets=4, num_experts=4, hidden_dims=3
-    ).eval()
+    return ClusterMoE("damex", MIXING, 4).eval()
 
 
 def test_the_model_is_the_paper_s_sum_over_patches(model, task, generator):
     patches = task.draw(5, generator).patches_BPD
     with torch.no_grad():
         score, _ = model(patches)
-    router, ffn = model.layer.router.linear, model.layer.experts.ffn
+    router, ffn = model.layer.router, model.layer.experts.ffn
     for sample in range(5):
         logits = router.weight_ED @ patches[sample].sum(0)
         expert = int(logits.argmax())
@@ -50,7 +48,7 @@ def test_outcomes_of_a_router_that_knows_the_data_sets(model, task, generator):
     with torch.no_grad():
         # The centres of data set d, clusters 4d to 4d + 3, point to expert d.
         centers_GD = task.centers_KD.unflatten(0, (4, 4)).sum(1)
-        model.layer.router.linear.weight_ED.copy_(centers_GD * 100)
+        model.layer.router.weight_ED.copy_(centers_GD * 100)
     clear = dataclasses.replace(
         task, strengths=dataclasses.replace(task.strengths, noise_std=0.0)
     )

@@ -13,13 +13,14 @@ from studies.deepmoe2019.measures import (
 from studies.deepmoe2019.network import (
     STRATEGIES,
     VGG,
+    DigitNet,
     Recipe,
-    build_network,
     conv_parameters,
     draw_digits,
     shrink,
     train,
 )
+from studies.harness import seeded
 
 pytestmark = pytest.mark.studies
 
@@ -34,7 +35,8 @@ def digits():
 @pytest.fixture
 def network():
     # A seed with different open channels for different images.
-    return build_network(STAGES, embedding_widths=(2, 3), seed=3).eval()
+    with seeded(3):
+        return DigitNet(STAGES, embedding_widths=(2, 3)).eval()
 
 
 def test_operations_by_hand_and_by_the_counter(network, digits):
@@ -101,7 +103,8 @@ def test_scores_tell_own_gates_from_those_of_another_image(network, digits):
 
 
 def test_stage_two_trains_the_network_and_nothing_of_the_gating_path(digits):
-    network = build_network(STAGES, embedding_widths=(2, 3), seed=0)
+    with seeded(0):
+        network = DigitNet(STAGES, embedding_widths=(2, 3))
     recipe = Recipe(joint_epochs=1, frozen_epochs=1)
     generator = torch.Generator().manual_seed(0)
     start = {k: v.clone() for k, v in network.state_dict().items()}
@@ -118,7 +121,8 @@ def test_stage_two_trains_the_network_and_nothing_of_the_gating_path(digits):
 def test_without_mu_and_lambda_only_the_classes_train_the_gates(digits):
     gradients = {}
     for mu in (0.0, 1.0):
-        network = build_network(STAGES, embedding_widths=(2, 3), seed=0)
+        with seeded(0):
+            network = DigitNet(STAGES, embedding_widths=(2, 3))
         with torch.no_grad():  # shut: the classes say nothing about the embedding
             for head in network.gating.heads.values():
                 head.weight_CE.fill_(0.0)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from studies.digits import DigitImages, uci_digits
-from studies.pmoe2023.data import PatchSamples, draw_samples
+from studies.pmoe2023.data import PatchSamples, Task
 from studies.pmoe2023.models import (
     PatchCNN,
     PatchMoE,
@@ -15,9 +15,8 @@ from studies.pmoe2023.plan import MULTI, SPURIOUS
 from studies.pmoe2023.study import NUM_TRAIN
 from studies.pmoe2023.training import (
     accuracy,
+    best_hits,
     fit,
-    largest_hits,
-    taken_hits,
     top_hits,
     train_router,
 )
@@ -96,7 +95,7 @@ def test_starting_values():
 
 
 def test_samples_have_one_pattern_of_their_class():
-    samples = draw_samples(READABLE, 200, seed=0)
+    samples = Task().draw(READABLE, 200, seed=0)
     digits_BN = samples.patches_BND[..., 0]
     pattern_B = digits_BN.gather(1, samples.position_B.unsqueeze(1)).squeeze(1)
     assert torch.equal(pattern_B, 1.0 - samples.labels_B)  # class 0 shows a 1
@@ -104,9 +103,9 @@ def test_samples_have_one_pattern_of_their_class():
     assert samples.labels_B.sum() == 100
     assert digits_BN.unique().tolist() == list(range(10))
     assert samples.position_B.unique().tolist() == list(range(16))
-    again = draw_samples(READABLE, 200, seed=0)
+    again = Task().draw(READABLE, 200, seed=0)
     assert torch.equal(samples.patches_BND, again.patches_BND)
-    other = draw_samples(READABLE, 200, seed=1)
+    other = Task().draw(READABLE, 200, seed=1)
     assert not torch.equal(samples.position_B, other.position_B)
 
 
@@ -127,14 +126,14 @@ def test_a_spurious_pattern_agrees_as_often_as_asked_and_not_in_tests(draw, shar
 
 
 def test_four_classes():
-    samples = draw_samples(READABLE, 400, seed=0, classes=MULTI.classes)
+    samples = MULTI.draw(READABLE, 400, seed=0)
     digits_BN = samples.patches_BND[..., 0]
     pattern_B = digits_BN.gather(1, samples.position_B.unsqueeze(1)).squeeze(1)
     assert torch.equal(pattern_B, torch.tensor([1.0, 0.0, 2.0, 3.0])[samples.labels_B])
     assert ((digits_BN < 4).sum(1) == 1).all()
     assert samples.labels_B.bincount().tolist() == [100] * 4
     with pytest.raises(ValueError, match="spurious needs the classes"):
-        draw_samples(READABLE, 4, seed=0, classes=MULTI.classes, spurious=0.9)
+        MULTI.draw(READABLE, 4, seed=0, spurious=0.9)
 
 
 def test_routers_of_four_classes_are_trained_in_pairs():
@@ -179,12 +178,9 @@ def test_hits():
     assert top_hits(model, samples, 1) == pytest.approx(200 / 3)
     assert top_hits(model, samples, 2) == 100.0
     # firsts by class: expert 0 one of two and none of one, expert 1 one and one
-    assert largest_hits(model, samples) == (50.0, 100.0)
+    assert best_hits(model, samples, 1) == (50.0, 100.0)
     # with l = 2, expert 0 takes both of class 0 and its rival, ranked third, not
-    model.recipe = dataclasses.replace(model.recipe, num_tokens=2)
-    assert taken_hits(model, samples) == (100.0, 100.0)
-    model.recipe = dataclasses.replace(model.recipe, num_tokens=1)
-    assert taken_hits(model, samples) == largest_hits(model, samples)
+    assert best_hits(model, samples, 2) == (100.0, 100.0)
 
 
 def test_the_quick_run_finds_the_exact_things_exact(result):
