@@ -131,16 +131,8 @@ def draw_task(
 ) -> ClusterTask:
     """Draw signals and centres, all orthonormal.
 
-    Args:
-        strengths: Laws of the patches, such as one of `SETTINGS`.
-        generator: Of the directions.
-        num_clusters: K.
-        dims: D, at least 2K.
-        num_groups: Number of groups that the clusters form.
-
-    Raises:
-        ValueError: If there are too few dimensions, or not the same number, two or
-            more, of clusters in each group.
+    Raises ValueError if D is below 2K, or not every group has the same number of
+    clusters, two or more.
     """
     if dims < 2 * num_clusters:
         raise ValueError(

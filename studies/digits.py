@@ -54,9 +54,7 @@ class DigitSource:
 def uci_digits(num_train: int, *, seed: int) -> DigitSource:
     """Divide UCI's 1,797 digits at random.
 
-    Args:
-        num_train: Number of training pictures; the others are for testing.
-        seed: Of the order. The file is ordered by writer; both parts get all writers.
+    The file is ordered by writer; both parts get all writers.
     """
     images, labels = load_digits()
     images_SHW = torch.tensor(images, dtype=torch.float32) / 16

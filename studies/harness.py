@@ -72,16 +72,7 @@ class Session:
         measure: Callable[[Case, int], Outcome],
         label: str,
     ) -> dict[Case, list[Outcome]]:
-        """Measure every case with every one of its seeds.
-
-        Args:
-            jobs: Cases and seeds, in the order in which they are run.
-            measure: Function of one case and one seed.
-            label: Description for the progress.
-
-        Returns:
-            For each case, in the order of its first job, the outcomes of its seeds.
-        """
+        """Measure all jobs in order; returns the outcomes of each case's seeds."""
         found: dict[Case, list[Outcome]] = {}
         for case, seed in self.track(jobs, label):
             found.setdefault(case, []).append(measure(case, seed))

@@ -135,14 +135,7 @@ class StudyResult:
 def draw_seeds(
     axes: Axes, x: Sequence[float], values: Sequence[Sequence[float]], **style: Any
 ) -> None:
-    """A line through means; bars show one sample standard deviation over seeds.
-
-    Args:
-        axes: Where.
-        x: One per point.
-        values: One sequence per point, a value for each seed.
-        style: As in `Axes.errorbar`.
-    """
+    """A line through means; bars show one sample standard deviation over seeds."""
     means = [statistics.fmean(seeds) for seeds in values]
     spreads = [statistics.stdev(seeds) if len(seeds) > 1 else 0.0 for seeds in values]
     axes.errorbar(x, means, spreads, **style)
@@ -151,17 +144,7 @@ def draw_seeds(
 def write_report(
     result: StudyResult, folder: Path, name: str, *, run: Mapping[str, Any]
 ) -> list[Path]:
-    """Write ``NAME.json``, ``NAME.md`` and ``NAME.png``.
-
-    Args:
-        result: The study.
-        folder: Where to; made if it is missing.
-        name: Name of the study.
-        run: What is known about the run: command, date, seconds.
-
-    Returns:
-        The paths, in that order.
-    """
+    """Write ``NAME.json``, ``NAME.md`` and ``NAME.png``; return their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}{suffix}" for suffix in (".json", ".md", ".png")]
     content = dict(
@@ -180,13 +163,7 @@ def write_report(
 
 
 def markdown_report(result: StudyResult, name: str, *, run: Mapping[str, Any]) -> str:
-    """The study as one section of a report.
-
-    Args:
-        result: The study.
-        name: Name of the study, and of its figure.
-        run: See :func:`write_report`.
-    """
+    """The study as one section of a report."""
     table = [
         "| what | setting | published | ours | seeds | criterion | holds |",
         "|---|---|---|---|---:|---|---|",

@@ -107,15 +107,7 @@ class PatchwiseExperts(nn.Module):
                 nn.init.uniform_(parameter, -bound, bound)
 
     def forward(self, tokens_RX: Tensor, counts_E: Tensor) -> Tensor:
-        """Apply each expert to its run of samples.
-
-        Args:
-            tokens_RX: Flattened patches (X = P*D), sorted by expert.
-            counts_E: Samples of each expert, int64; must sum to R.
-
-        Returns:
-            out_RC: In the order of the rows, unweighted.
-        """
+        """Apply each expert to its run of samples with X = P*D numbers, unweighted."""
         parameters = [self.weight_EDF]
         if self.bias_EF is not None:
             parameters.append(self.bias_EF)
@@ -183,7 +175,7 @@ class RawLogitGate(Gate):
     """Top-1 of the released code: the noisy logit itself weighs the route."""
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
-        """Add U[0, 1), whether in training or not, and takes the largest."""
+        """Add U[0, 1), whether in training or not, and take the largest."""
         noisy_VE = logits_VE + torch.rand_like(logits_VE)
         routes = TopKGate(1)(noisy_VE, packing)
         weight_R = noisy_VE[routes.token_index_R, routes.expert_index_R]
@@ -208,13 +200,7 @@ class LogitBalanceLoss(RoutingLoss):
 def build_mixture(
     recipe: Recipe, activation: str, *, balance: bool = False
 ) -> MoELayer:
-    """A new mixture of `NUM_EXPERTS` experts.
-
-    Args:
-        recipe: The form.
-        activation: Of the experts: 'cubic', or 'identity' for linear ones.
-        balance: Whether to add the load balance loss (Table 9).
-    """
+    """A new mixture; `balance` adds the load balance loss (Table 9)."""
     gate: Gate
     loss: RoutingLoss
     if recipe.as_released:
@@ -246,13 +232,7 @@ def build_mixture(
 
 
 def mixture_loss(recipe: Recipe, out_BC: Tensor, labels_B: Tensor) -> Tensor:
-    """Mean loss of eq. 3.3, or that of the code.
-
-    Args:
-        recipe: The form.
-        out_BC: Output of the layer: C = 1, or 2 as released.
-        labels_B: -1.0 or 1.0.
-    """
+    """Mean loss of eq. 3.3 (C = 1), or of the code (C = 2), for labels -1.0 or 1.0."""
     if recipe.as_released:
         # The code hands probabilities to a cross-entropy that takes logits.
         probs_BC = out_BC.softmax(1)

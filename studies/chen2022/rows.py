@@ -104,13 +104,7 @@ def mixture_rows(found: Found) -> list[Row]:
 def single_rows(
     plan: Plan, accuracies: Mapping[Single, float], found: Found
 ) -> list[Row]:
-    """Tables 3, 7 and 8, and the bound of Theorem 4.1.
-
-    Args:
-        plan: What was run.
-        accuracies: Test accuracy of each single model, per cent.
-        found: Outcomes of all mixtures, for settings without a bound.
-    """
+    """Tables 3, 7 and 8, compared with Theorem 4.1 or else with the cubic mixtures."""
     rows = []
     for single, value in accuracies.items():
         activation, count = single.activation, single.num_filters

@@ -58,12 +58,7 @@ LEMMA_PAIRS = 5
 
 
 def run(session: Session) -> StudyResult:
-    """Run the study on damex's layer, gate, losses, optimiser and metrics.
-
-    Returns:
-        Rows for Tables 1, 3 to 9, Theorem 4.1 and Lemma 5.1. A quick run makes no
-        claim about the values of trained models.
-    """
+    """Run the study: Tables 1, 3 to 9, Theorem 4.1 and Lemma 5.1."""
     plan = make_plan(session)
     theory = theory_rows(plan.draws)
     found, reasons = (
@@ -182,15 +177,8 @@ THRESHOLD = 0.75  # under all signals of setting "verify", five deviations of no
 def additive_margin(task: ClusterTask, samples: ClusterSamples) -> Tensor:
     """A sum over patches of one function that attains the bound of Theorem 4.1.
 
-    The bound would say nothing if trained models stayed far below it and nothing else
-    came near.
-
-    Args:
-        task: Whose directions the function is built from.
-        samples: Data of setting "verify", whose signals pass the threshold.
-
-    Returns:
-        margin_B: Positive where label 1 is predicted.
+    Positive where label 1 is predicted, for data of setting "verify". The bound would
+    say nothing if trained models stayed far below it and nothing else came near.
     """
     feature_BPK = samples.patches_BPD @ task.signals_KD.t()
     center_BPK = samples.patches_BPD @ task.centers_KD.t()
@@ -201,12 +189,7 @@ def additive_margin(task: ClusterTask, samples: ClusterSamples) -> Tensor:
 
 
 def routing_shares(logits_E: Tensor, draws: int) -> Tensor:
-    """How often the gate of the study routes to each expert in training.
-
-    Args:
-        logits_E: h, the same for each draw of the noise.
-        draws: Number of draws.
-    """
+    """How often the gate routes to each expert in training, over draws of its noise."""
     gate = TopKGate(1, noise="uniform")
     counts_E = gate(logits_E.expand(draws, -1)).counts_E
     return counts_E.double() / draws
@@ -215,11 +198,7 @@ def routing_shares(logits_E: Tensor, draws: int) -> Tensor:
 def smoothness(
     *, num_experts: int, distance: float, pairs: int, draws: int
 ) -> list[float]:
-    """Change of the routing over the bound of Lemma 5.1, for random pairs (h, h').
-
-    Returns:
-        |p - p'|_inf / (E^2 |h - h'|_inf) of each pair; at most 1.
-    """
+    """|p - p'|_inf / (E^2 |h - h'|_inf) of random pairs (h, h'); <= 1 by Lemma 5.1."""
     ratios = []
     for _ in range(pairs):
         logits_E = torch.rand(num_experts)
@@ -269,11 +248,7 @@ def _figure(found: Mapping[Case, Sequence[Outcome]]) -> Figure:
 def entropy_band(
     curves: Sequence[Sequence[float]],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Lowest, mean and highest of curves; those that ended early stay where they were.
-
-    Args:
-        curves: One per seed, of any length above 0.
-    """
+    """Lowest, mean and highest of curves; one that ended early stays where it was."""
     length = max(len(curve) for curve in curves)
     filled = np.array([[*c, *[c[-1]] * (length - len(c))] for c in curves])
     return filled.min(0), filled.mean(0), filled.max(0)

@@ -181,13 +181,7 @@ class Outcome:
 
 
 def train_mixture(case: Case, num: int, seed: int) -> Outcome:
-    """Algorithm 1: normalised descent for experts, plain descent for the router.
-
-    Args:
-        case: Which mixture.
-        num: Samples for training, and as many for test.
-        seed: Of initial values and noise; of the data unless the case has its own.
-    """
+    """Algorithm 1: normalised descent for experts, plain descent for the router."""
     recipe = case.recipe
     data_seed = seed if case.data_seed is None else case.data_seed
     train, test = draw_train_and_test(case.setting, num, data_seed)
@@ -210,16 +204,7 @@ def train_mixture(case: Case, num: int, seed: int) -> Outcome:
 
 
 def train_single(single: Single, num: int, *, steps: int) -> float:
-    """A single model as the code has it: Adam, two logits with biases, inputs x10.
-
-    Args:
-        single: Which.
-        num: Samples for training, and as many for test.
-        steps: Full-batch steps.
-
-    Returns:
-        Accuracy on test data, per cent.
-    """
+    """Test accuracy, %, of the code's single model: two logits, biases, inputs x10."""
     train, test = draw_train_and_test(single.setting, num, seed=0)
     with seeded(0):
         model = PatchwiseExperts(
@@ -257,12 +242,7 @@ def train_single(single: Single, num: int, *, steps: int) -> float:
 
 @torch.no_grad()
 def sum_norm_step(bank: Sequence[nn.Parameter], lr: float) -> None:
-    """A step of the released code: norms of an expert's tensors are added up.
-
-    Args:
-        bank: Tensors with one slice per expert, with their gradients.
-        lr: Length of the step where an expert has one tensor.
-    """
+    """A step of the released code: norms of an expert's tensors are added up."""
     # float64, as squares of small float32 gradients vanish.
     grads = [p.grad.double() for p in bank if p.grad is not None]
     norm_E = torch.stack([grad.flatten(1).norm(dim=1) for grad in grads]).sum(0)

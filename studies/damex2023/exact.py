@@ -155,14 +155,9 @@ def first_gate_weights(*, seed: int) -> FirstWeights:
 def drops_of_a_good_router(
     num_tokens: int, *, capacity: ExpertCapacity | None
 ) -> tuple[int, float]:
-    """One image whose tokens all belong to one expert.
+    """Route one image whose tokens all belong to one expert.
 
-    Args:
-        num_tokens: Of the image.
-        capacity: Places of the experts; None for no limit.
-
-    Returns:
-        Served tokens, and the largest output of a token that was not (0 if all were).
+    Returns how many are served, and the largest output of the others (0 if none).
     """
     layer = damex_layer(DIMS, NUM_EXPERTS, seed=0, capacity=capacity).eval()
     # The first feature is 1 for all tokens, and only expert 5 looks at it.

@@ -52,17 +52,7 @@ def draw_images(
     num_tokens: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Images whose tokens are samples of one data set each, patches added up.
-
-    Args:
-        task: Its groups of clusters are the data sets.
-        datasets_B: Data set of each image.
-        num_tokens: N.
-        generator: Of the samples.
-
-    Returns:
-        tokens_BND: float32.
-    """
+    """Tokens of images: samples of the image's group of clusters, patches added up."""
     per_dataset = task.num_clusters // task.num_groups
     tokens = []
     for dataset in datasets_B.tolist():
@@ -83,14 +73,8 @@ def targets_accuracy(
 ) -> Routing:
     """Train a router with two images of two data sets per device.
 
-    The released code flattens logits query by query and targets image by image.
-
-    Args:
-        task: Its groups of clusters are the data sets, each with an expert.
-        released: Whether to do as the released code.
-        steps: Of Adam.
-        num_tokens: N.
-        seed: Of images and weights.
+    The released code flattens logits query by query and targets image by image. The
+    task's groups of clusters are the data sets, each with an expert.
     """
     generator = torch.Generator().manual_seed(seed)
     num_datasets = task.num_groups
@@ -128,15 +112,7 @@ def capacity_curve(
 ) -> list[tuple[float, float]]:
     """Watch what is dropped while a router learns from one image per device.
 
-    Args:
-        task: Its groups of clusters are the data sets, each with an expert.
-        capacity: Places of the experts; None for no limit.
-        steps: Of Adam.
-        every: Steps between two looks.
-        seed: Of images and weights.
-
-    Returns:
-        Routing accuracy and dropped tokens, both in percent, at each look.
+    Returns routing accuracy and dropped tokens, both in percent, every few steps.
     """
     generator = torch.Generator().manual_seed(seed)
     num_datasets, dims = task.num_groups, task.signals_KD.shape[1]
@@ -170,20 +146,11 @@ def label_accuracy(
 ) -> float:
     """Classify tokens of two data sets that number the same classes differently.
 
-    A token is the centre of its class and noise. The second data set calls class c what
-    the first calls c + 1.
+    A token is the centre of its class, a cluster of the task, and noise. The second
+    data set calls class c what the first calls c + 1. The released code trains each
+    data set's own numbers; `by_name` maps them. `marked` tokens show their data set.
 
-    Args:
-        task: Its K clusters are the classes.
-        by_name: Whether labels are mapped by name; the released code trains each data
-            set's own numbers.
-        marked: Whether tokens show what data set they come from.
-        steps: Of Adam.
-        seed: Of tokens and weights.
-        num_tokens: Of each step; the test has ten times as many.
-
-    Returns:
-        Accuracy in percent, in the numbering that was trained.
+    Returns the accuracy in percent, in the numbering that was trained.
     """
     generator = torch.Generator().manual_seed(seed)
     dims, classes = task.signals_KD.shape[1], task.num_clusters

@@ -88,16 +88,7 @@ class ClusterMoE(nn.Module):
     def forward(
         self, patches_BPD: Tensor, datasets_B: Tensor | None = None
     ) -> tuple[Tensor, RoutingRecord]:
-        """Labels samples, each an image with one token.
-
-        Args:
-            patches_BPD: Samples.
-            datasets_B: Their data sets; read by losses in training only.
-
-        Returns:
-            score_B: Positive for the label 1.
-            record: What was routed.
-        """
+        """Score samples, each an image with one token; positive for the label 1."""
         tokens_B1D = patches_BPD.flatten(1).unsqueeze(1)
         out_B1D, record = self.layer(tokens_B1D, group_ids_B=datasets_B)
         score_B11: Tensor = self.readout(out_B1D)
@@ -118,14 +109,7 @@ def damex_layer(
     seed: int,
     capacity: ExpertCapacity | None = None,
 ) -> MoELayer:
-    """A DAMEX layer with one expert per data set.
-
-    Args:
-        dims: D.
-        num_datasets: Data sets, and experts.
-        seed: Of the parameters; the global generator is left as it was.
-        capacity: Of an expert; None drops no token.
-    """
+    """A DAMEX layer with one expert per data set; no drops if `capacity` is None."""
     with seeded(seed):
         return MoELayer(
             router=LinearRouter(dims, num_datasets, init_std=ROUTER_STD),
@@ -189,13 +173,8 @@ def draw_mixture(
 ) -> ClusterTask:
     """Data sets with clusters of their own.
 
-    Args:
-        mixing: Sizes.
-        num_datasets: G.
-        shared: Whether what disturbs a sample comes from any cluster of the mixture;
-            from its own data set otherwise, so that each data set for itself is one of
-            Definition 3.1.
-        generator: Of the directions.
+    What disturbs a sample comes from any cluster of the mixture if `shared`, else from
+    its own data set, so that each data set for itself is one of Definition 3.1.
     """
     return draw_task(
         STRENGTHS,
@@ -214,11 +193,7 @@ def datasets_of(samples: ClusterSamples, mixing: Mixing) -> Tensor:
 def train(
     task: ClusterTask, mixing: Mixing, method: Method, *, seed: int
 ) -> ClusterMoE:
-    """Train one mixture of experts on one mixture of data sets.
-
-    Returns:
-        The model in evaluation.
-    """
+    """Train a model on a mixture of data sets; it is left in evaluation."""
     generator = torch.Generator().manual_seed(seed)
     samples = task.draw(mixing.num_samples, generator)
     datasets_B = datasets_of(samples, mixing)

@@ -120,7 +120,7 @@ class Faults:
 
 
 def measure_mixing(plan: Plan, session: Session) -> dict[Case, list[Outcome]]:
-    """Train and tests both methods on all mixtures, and one expert on one data set."""
+    """Train and test both methods on all mixtures, and one expert on one data set."""
 
     def measure(case: Case, seed: int) -> Outcome:
         mixing = _sizes(plan.mixing, case)

@@ -105,7 +105,7 @@ class Measured:
 
 
 def measure_all(plan: Plan, session: Session) -> dict[Case, list[Measured]]:
-    """Train and tests every network for every seed."""
+    """Train and test every network for every seed."""
     designs = _designs(plan)
 
     def measure(case: Case, seed: int) -> Measured:
@@ -234,9 +234,6 @@ def distinct_patterns(gates: Sequence[Tensor]) -> int:
 
     One pattern for all images would be a pruned network and no mixture: expressive
     power grows with the number of patterns (Wang et al. 2019, appendix A.1).
-
-    Args:
-        gates: Gates (B, C) of each layer, of as many images as shall be compared.
     """
     open_BC = torch.cat([gates_BC > 0 for gates_BC in gates], dim=1)
     return int(torch.unique(open_BC, dim=0).shape[0])
@@ -244,12 +241,10 @@ def distinct_patterns(gates: Sequence[Tensor]) -> int:
 
 @torch.no_grad()
 def counted_flops(network: DigitNet, images_B1HW: Tensor) -> tuple[float, float]:
-    """Run with closed channels skipped and counts what is executed.
+    """Count the operations of one image on average, with closed channels skipped.
 
-    Returns:
-        flops: Floating-point operations of one image on average, a multiply-add being
-            two, of the convolutions and linear layers, the gating path included.
-        gap: Largest difference of a logit to the same network without skipping.
+    Of convolutions and linear layers, the gating path included; a multiply-add is two.
+    Also returns the largest difference of a logit to the network without skipping.
     """
     _skip(network, skip=False)
     masked_BE, _ = network(images_B1HW)
@@ -290,13 +285,7 @@ def conv_flops(
 ) -> float:
     """Count the convolutions by hand: 2 * 9 * H * W * open inputs * open outputs.
 
-    Args:
-        network: Says widths and poolings.
-        gates: Gates (B, C) by layer; none for the plain network.
-        num_images: B.
-
-    Returns:
-        flops: Of one image on average.
+    Of one image on average; all channels of a layer without gates are open.
     """
     total, size = 0.0, DIGIT_SIDE
     inputs_B = torch.ones(num_images, dtype=torch.float64)
@@ -312,11 +301,7 @@ def conv_flops(
 
 
 def embedding_flops(network: DigitNet) -> float:
-    """Count the gating path by hand: convolutions of stride 2, and linear layers.
-
-    Returns:
-        flops: Of one image; 0 without a gating path.
-    """
+    """Count the gating path by hand, of one image; its convolutions have stride 2."""
     if network.gating is None:
         return 0.0
     total, size = 0.0, DIGIT_SIDE

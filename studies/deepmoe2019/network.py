@@ -99,27 +99,13 @@ class DigitNet(nn.Module):
                 yield name, layer
 
     def forward(self, images_B1HW: Tensor) -> tuple[Tensor, ChannelGates | None]:
-        """Classify a batch.
-
-        Returns:
-            logits_BE: Of the classes.
-            gates: Output of the gating path; None for the plain network.
-        """
+        """Classify a batch; the gates are None for the plain network."""
         gates = None if self.gating is None else self.gating(images_B1HW)
         layers = {} if gates is None else gates.layers
         return self.classify(images_B1HW, layers), gates
 
     def classify(self, images_B1HW: Tensor, gates: Mapping[str, Tensor]) -> Tensor:
-        """Classify with given gates.
-
-        Args:
-            images_B1HW: Images.
-            gates: Gates (B, C) of each convolution by its name; one that is not named
-                leaves all its channels open.
-
-        Returns:
-            logits_BE: Of the classes.
-        """
+        """Classify with gates (B, C) by convolution; one that is not named is open."""
         x_BCHW, before_BC = images_B1HW, None
         for name, layer in self.named_layers():
             now_BC = gates.get(name)
@@ -131,12 +117,7 @@ class DigitNet(nn.Module):
 
 
 def draw_digits(*, seed: int, num_train: int = NUM_TRAIN) -> DigitSource:
-    """Divide UCI's digits at random.
-
-    Args:
-        seed: Of the division; the test images are the same for any `num_train`.
-        num_train: Training images, 1200 at most.
-    """
+    """Divide UCI's digits at random; `num_train` does not change the test images."""
     digits = uci_digits(NUM_TRAIN, seed=seed)
     return replace(digits, train=digits.train[:num_train])
 
@@ -172,17 +153,10 @@ def train(
     *,
     stage: int,
 ) -> None:
-    """One of the two stages.
+    """One of the two stages; the network is left in evaluation.
 
     1: L = CE(x, y) + lambda sum_l ||g^l(x)||_1 + mu CE(e(x), y). 2: the gating path is
-    frozen and both weights are zero.
-
-    Args:
-        network: Trained in place, left in evaluation.
-        digits: The data. An incomplete batch is left out.
-        recipe: How.
-        generator: Of the order.
-        stage: 1, then 2.
+    frozen and both weights are zero. An incomplete batch is left out.
     """
     if stage == 2 and network.gating is not None:
         network.gating.freeze()

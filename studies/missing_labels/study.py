@@ -166,11 +166,10 @@ def _detect(
 
 
 def found_share(images: Sequence[ImageResult], label: int) -> float:
-    """Share of the objects of a class that one of the best detections is right about.
+    """Share of a class's objects that one of the best detections is right about.
 
-    Returns:
-        In [0, 1]: IoU 0.5 or more with a detection of the class that is among the
-        ``BEST`` of its image; nan without objects.
+    IoU 0.5 or more with a detection of the class that is among the ``BEST`` of its
+    image; nan without objects.
     """
     hits: list[bool] = []
     for image in images:

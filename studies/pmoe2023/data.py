@@ -67,18 +67,10 @@ class Task:
     ) -> PatchSamples:
         """Draw samples, as many of each class, give or take one.
 
-        Other patches show any of the remaining digits.
-
-        Args:
-            digits: Pictures to choose patches from.
-            count: B.
-            seed: Equal seeds give equal samples.
-            spurious: Probability with which one more patch shows the digit that goes
-                with the class, 2 or 3; else it shows the other of the two. No other
-                patch shows these then. None for no such patch.
-
-        Raises:
-            ValueError: If `spurious` is given for other than the classes 1 and 0.
+        `spurious` is the probability with which one more patch shows the digit that
+        goes with the class, 2 or 3; else it shows the other of the two. Other patches
+        show any of the remaining digits. Raises ValueError if it is given for other
+        classes than 1 and 0.
         """
         classes = self.classes
         if spurious is not None and classes != (1, 0):

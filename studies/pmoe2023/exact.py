@@ -87,9 +87,8 @@ def _compute_rows(where: str, recipe: Recipe, embed_dims: int) -> Iterator[Row]:
 def selection_errors(source: DigitSource, seed: int) -> tuple[int, float]:
     """Look at what each expert of joint pMoE takes from each sample.
 
-    Returns:
-        How many experts took another number than l from a sample, and how far the sum
-        of an expert's gating values over a sample is from 1 at most.
+    Returns how many experts took another number than l from a sample, and how far the
+    sum of an expert's gating values over a sample is from 1 at most.
     """
     samples = Task().test(source, NUM_SAMPLES, seed)
     with seeded(seed):
@@ -143,11 +142,7 @@ class StepCompute:
 
 
 def pmoe_compute(recipe: Recipe, *, embed_dims: int) -> tuple[StepCompute, StepCompute]:
-    """Count router and experts of pMoE.
-
-    Returns:
-        Of the router, and of the experts.
-    """
+    """Count router and experts of pMoE, in this order."""
     moe = PatchMoE(recipe, embed_dims=embed_dims).moe
     patches_1ND = torch.rand(1, NUM_PATCHES, embed_dims)
     assignment = moe.route(patches_1ND).assignment

@@ -72,11 +72,7 @@ class FilterExperts(nn.Module):
             self.output_EOC[0], self.output_EOC[1] = 1.0, -1.0
 
     def forward(self, patches_RD: Tensor, counts_E: Tensor) -> Tensor:
-        """Score each patch with the expert that took it.
-
-        Returns:
-            scores_RC: sum over r of a_rs * ReLU(<w_rs, x>).
-        """
+        """Score each patch with its expert: sum over r of a_rs * ReLU(<w_rs, x>)."""
         hidden_RO = grouped_linear(patches_RD, self.filter_EDO, None, counts_E).relu()
         return grouped_linear(hidden_RO, self.output_EOC, None, counts_E)
 
@@ -109,11 +105,7 @@ class PatchMoE(nn.Module):
         return cast(LinearRouter, self.moe.router).weight_ED
 
     def forward(self, patches_BND: Tensor) -> Tensor:
-        """Classify samples.
-
-        Returns:
-            logits_BG: Softmax turns them into probabilities.
-        """
+        """Classify samples: logits (B, G)."""
         return self.forward_with_record(patches_BND)[0]
 
     def forward_with_record(self, patches_BND: Tensor) -> tuple[Tensor, RoutingRecord]:
@@ -204,11 +196,7 @@ class WideResNet(nn.Module):
         self.head = nn.Linear(third, num_classes)
 
     def forward(self, images_BCHW: Tensor) -> Tensor:
-        """Classify images.
-
-        Returns:
-            logits_BG.
-        """
+        """Classify images: logits (B, G)."""
         features = self.third(self.second(self.first(self.stem(images_BCHW))))
         return self.head(self.norm(features).relu().mean((2, 3)))
 
@@ -258,11 +246,7 @@ class _PatchBlock(nn.Module):
 
 
 def as_images(samples: PatchSamples) -> PatchSamples:
-    """The same samples with their patches put together.
-
-    Returns:
-        Samples whose `patches_BND` are images (B, 1, H, W).
-    """
+    """The same samples with their patches put together: images (B, 1, H, W)."""
     side = round(samples.patches_BND.shape[2] ** 0.5)
     rows = samples.patches_BND.unflatten(2, (side, side)).unflatten(1, (GRID, GRID))
     images_BHW = rows.transpose(2, 3).flatten(3, 4).flatten(1, 2)

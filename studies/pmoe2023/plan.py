@@ -69,13 +69,7 @@ class Plan:
     test_samples: int = 1000
 
     def pmoe(self, recipe: Recipe, count: int, task: Task = BINARY) -> Job:
-        """A pMoE, with the paper's learning rate.
-
-        Args:
-            recipe: Sizes and starting values.
-            count: Training samples.
-            task: The classification task; by default the digits 1 and 0.
-        """
+        """A pMoE, with the paper's learning rate."""
         return Job(
             network=recipe,
             num_samples=count,
@@ -92,14 +86,7 @@ class Plan:
         *,
         epochs: int | None = None,
     ) -> list[Job]:
-        """A CNN, with each of the learning rates.
-
-        Args:
-            filters: Its size.
-            count: Training samples.
-            task: As in `pmoe`.
-            epochs: At most; those of all networks by default.
-        """
+        """A CNN, with each of the learning rates."""
         return [
             Job(
                 network=filters,
@@ -218,10 +205,6 @@ class Results:
         return max(self.plan.cnn(filters, count, task, epochs=epochs), key=self.mean)
 
     def reaches_goal(self, jobs: Sequence[Job]) -> int | None:
-        """Fewest training samples with which the mean accuracy is `GOAL`.
-
-        Args:
-            jobs: The same network with more and more samples.
-        """
+        """Fewest training samples with a mean accuracy of `GOAL`; None if none."""
         counts = [job.num_samples for job in jobs if self.mean(job) >= GOAL]
         return min(counts, default=None)

@@ -83,7 +83,7 @@ class Outcome:
 
 
 def run_job(job: Job, source: DigitSource, seed: int) -> Outcome:
-    """Train and tests a two-layer network."""
+    """Train and test a two-layer network."""
     train = job.task.train(source, job.num_samples, seed)
     test = job.task.test(source, job.test_samples, seed)
     with seeded(seed):
@@ -119,14 +119,9 @@ def train_router(
 ) -> None:
     """Stage 1 of separate training: minimises eq. 6, then freezes the router.
 
-    The loss is linear in the router's weights, so that its gradient is constant: one
-    step with the learning rate of all batches of an epoch together is that epoch.
-
-    Args:
-        model: Its router has one expert per class. Classes 2i and 2i + 1 are a pair.
-        samples: Training samples.
-        lr: Learning rate of a step with one batch.
-        epochs: Passes over the samples.
+    The router has one expert per class; classes 2i and 2i + 1 are a pair. The loss is
+    linear in its weights, so that its gradient is constant: one step with the learning
+    rate of all batches of an epoch together is that epoch.
     """
     firsts = range(0, model.num_classes, 2)
     stages = [
@@ -166,11 +161,7 @@ def fit(
     seed: int,
     batch_size: int = BATCH_SIZE,
 ) -> int:
-    """Plain SGD on the logistic loss until an epoch makes no training error.
-
-    Returns:
-        Epochs that were needed.
-    """
+    """SGD on the logistic loss until an epoch has no error; returns the epochs."""
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.SGD(learning, lr=lr)
     generator = torch.Generator().manual_seed(seed)
@@ -198,13 +189,7 @@ def accuracy(model: nn.Module, samples: PatchSamples) -> float:
 
 
 def top_hits(model: PatchMoE, samples: PatchSamples, num_tokens: int) -> float:
-    """Figure 8: share of samples whose class's expert would take the patch, in percent.
-
-    Args:
-        model: With one expert per class.
-        samples: Test samples.
-        num_tokens: l, how many patches the expert may take.
-    """
+    """Figure 8: percentage of samples whose class's expert would take the patch."""
     taken_BE = _discriminative_taken(model, samples, num_tokens)
     own_B = taken_BE.gather(1, samples.labels_B.unsqueeze(1))
     return 100 * own_B.double().mean().item()
@@ -248,19 +233,7 @@ def run_wide(
     epochs: int,
     test_samples: int,
 ) -> float:
-    """Train and tests WRN-pMoE, or WRN.
-
-    Args:
-        experts: Whether the last convolution is a pMoE layer.
-        count: Training samples.
-        source: Pictures.
-        seed: Of samples, starting values and orders.
-        epochs: At most.
-        test_samples: Number of test samples.
-
-    Returns:
-        Accuracy on test samples, in percent.
-    """
+    """Test accuracy, in percent, of WRN-pMoE, or of WRN without experts."""
     train = as_images(Task().train(source, count, seed))
     side = train.patches_BND.shape[-1]
     with seeded(seed):

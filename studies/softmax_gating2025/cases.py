@@ -54,24 +54,14 @@ LOWEST_NOISE = 0.002
 
 
 def median_curve(errors: Tensor) -> np.ndarray:
-    """Median over repetitions for each sample size; NaN where all are NaN.
-
-    Args:
-        errors: (sizes, repetitions); NaN where a quantity is not defined, as the error
-            of an over-specified cell when there is none.
-    """
+    """Median of (sizes, repetitions) over repetitions; NaN where all are NaN."""
     return errors.nanmedian(dim=1).values.numpy()
 
 
 def slope(sizes: Sequence[int], errors: np.ndarray) -> float:
-    """Of a straight line through log error against log n; the r in n^r.
+    """The r in n^r: slope of a straight line through log error against log n.
 
-    Args:
-        sizes: Sample sizes.
-        errors: One per size; NaN is left out.
-
-    Returns:
-        The slope, NaN with fewer than two errors.
+    Errors of NaN are left out; NaN with fewer than two.
     """
     known = np.isfinite(errors) & (errors > 0)
     if known.sum() < 2:

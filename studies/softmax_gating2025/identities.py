@@ -28,11 +28,7 @@ TEMPERATURE_GATINGS: tuple[Gating, Gating] = ("linear_temperature", "tanh_temper
 
 
 def identity_rows(seeds: Sequence[int]) -> list[Row]:
-    """The equations behind the theorems, by autograd in float64.
-
-    Args:
-        seeds: Of the parameters at which they are checked.
-    """
+    """The equations behind the theorems, by autograd in float64."""
     linear, plain, normalised = (
         [linear_residual(name, seed=seed, normalised=moved) for seed in seeds]
         for name, moved in (("identity", False), ("tanh", False), ("tanh", True))
@@ -63,13 +59,7 @@ def identity_rows(seeds: Sequence[int]) -> list[Row]:
 def linear_residual(activation: str, *, seed: int, normalised: bool = False) -> float:
     """Largest |d2F/(db1 db) - dF/da| for F = exp(b1 x) h(x, a, b) (eq. 9).
 
-    Args:
-        activation: Of the experts.
-        seed: Of a random move away from the truth.
-        normalised: Whether experts see the normalised input.
-
-    Returns:
-        The residual, relative to the largest |dF/da|.
+    At a random place near the truth, relative to the largest |dF/da|.
     """
     family = _family("softmax", 2, activation, normalised=normalised)
     theta_P = _near(family, TRUTH, seed)
@@ -77,12 +67,7 @@ def linear_residual(activation: str, *, seed: int, normalised: bool = False) -> 
 
 
 def group_residual(level: str, *, seed: int) -> float:
-    """As `linear_residual`, for linear experts in a hierarchy (eq. 28).
-
-    Args:
-        level: 'first' or 'second': whose gate's slope is meant.
-        seed: Of a random move away from the truth.
-    """
+    """As `linear_residual`, for the slope at a level of a linear hierarchy (eq. 28)."""
     family = _family("hierarchical", 3, "identity")
     theta_P = _near(family, GROUPED_LINEAR_TRUTH, seed)
     slope = {"first": "router.group_weight_GD", "second": "router.weight_ED"}[level]
@@ -92,12 +77,7 @@ def group_residual(level: str, *, seed: int) -> float:
 def temperature_residual(gating: Gating, *, seed: int) -> float:
     """Largest |dF/dtau + (b1/tau) dF/db1| for the first expert (eq. 15).
 
-    Args:
-        gating: One with a temperature.
-        seed: Of a random move away from the truth.
-
-    Returns:
-        The residual, relative to the largest |dF/dtau|.
+    At a random place near the truth, relative to the largest |dF/dtau|.
     """
     # Without b0: the paper puts exp(b0 / tau) into the weights of the measure.
     truth = replace(WARM_TRUTH, gate_bias=(0.0, 0.0))
@@ -115,10 +95,9 @@ def temperature_residual(gating: Gating, *, seed: int) -> float:
 
 
 def rescaling(gating: Gating, *, factor: float) -> tuple[float, float]:
-    """Slopes, biases and temperature of the gate all multiplied.
+    """Multiply slopes, biases and temperature of the gate.
 
-    Returns:
-        The largest change of the function, and D3,1 between the two measures.
+    Returns the largest change of the function, and D3,1 between the two measures.
     """
     family = _family(gating, 2, "gelu")
     moved = replace(
@@ -134,15 +113,10 @@ def rescaling(gating: Gating, *, factor: float) -> tuple[float, float]:
 
 
 def merge(activation: str, *, apart: float) -> tuple[float, float]:
-    """One expert written as two whose mean it is (the proof of Theorem 2).
+    """Write one expert as two whose mean it is (the proof of Theorem 2).
 
-    Args:
-        activation: Of the experts.
-        apart: How far each of the two is from it.
-
-    Returns:
-        The largest change of the function, and the Voronoi loss: D2,1 for linear
-        experts, D1 for others.
+    Returns the largest change of the function, and the Voronoi loss: D2,1 for linear
+    experts, D1 for others.
     """
     family = _family("softmax", 3, activation)
     moved = TRUTH.split((0, 0, 1), apart=apart)

@@ -53,11 +53,7 @@ class Measure:
 
 
 def voronoi_cells(measure: Measure, truth: Measure) -> Tensor:
-    """Cells of the true atoms (eq. 5): to each fitted atom the nearest true one.
-
-    Returns:
-        cell_SKJ: One-hot, float64.
-    """
+    """Cells of the true atoms (eq. 5), one-hot: to each fitted atom the nearest one."""
     distance_SKJ = torch.cdist(measure.atoms_SKP, truth.atoms_SKP)
     nearest_SK = distance_SKJ.argmin(2)
     return functional.one_hot(nearest_SK, truth.atoms_SKP.shape[1]).double()
@@ -66,15 +62,12 @@ def voronoi_cells(measure: Measure, truth: Measure) -> Tensor:
 def align(measure: Measure, truth: Measure, *, slopes: bool = True) -> Measure:
     """Fix what no data can tell: adding a constant to all slopes or all biases.
 
-    The paper pins the truth (assumption A.3: the last slope and bias are zero). A
-    fitted measure is moved so that the cell of that atom has the mass and, in the mean,
-    the slope of the truth; pinning one fitted atom instead would move the error of an
-    over-specified cell into all others. Measures whose cell is empty stay as they are.
-
-    Args:
-        measure: The fitted ones.
-        truth: One measure (S = 1).
-        slopes: Whether the router is blind to a common slope, as a linear one is.
+    The paper pins the truth (assumption A.3: the last slope and bias are zero), which
+    is one measure (S = 1). A fitted measure is moved so that the cell of that atom has
+    the mass and, in the mean, the slope of the truth; pinning one fitted atom instead
+    would move the error of an over-specified cell into all others. Measures whose cell
+    is empty stay as they are. `slopes` says whether the router is blind to a common
+    slope, as a linear one is.
     """
     mine_SK = voronoi_cells(measure, truth)[:, :, -1]
     filled_S = mine_SK.sum(1) > 0
@@ -103,16 +96,10 @@ def voronoi_loss(
 ) -> Tensor:
     """D1 (eq. 6) and D4 (eq. 18) without an order, D2,r (10) and D3,r (16) with one.
 
-    Args:
-        measure: The fitted ones, aligned.
-        truth: One measure (S = 1).
-        order: The power r of all differences; None takes the first power in cells of
-            one atom and the second in larger ones.
-        linear: Whether slope and intercept of experts count apart, as in D2 and D6,
-            rather than as one vector.
-
-    Returns:
-        loss_S: Zero if and only if the measures are equal.
+    Of measures that are aligned to one truth (S = 1). The order is the power r of all
+    differences; without one it is 1 in cells of one atom and 2 in larger ones. With
+    `linear`, slope and intercept of experts count apart, as in D2 and D6, rather than
+    as one vector.
     """
     cell_SKJ = voronoi_cells(measure, truth)
     mass_SJ = (measure.weight_SK.unsqueeze(2) * cell_SKJ).sum(1)
@@ -179,9 +166,6 @@ def hierarchical_loss(
 
     The number of groups is known in the paper, and fitted groups stand in the order of
     the true ones: fits start near the truth.
-
-    Returns:
-        loss_S: Zero if and only if the measures are equal.
     """
     weight_SG = measure.log_weight_SG.exp()
     off_S = (weight_SG - truth.log_weight_SG.exp()).abs().sum(1)
@@ -260,13 +244,10 @@ class Truth:
     def split(self, atom_of: Sequence[int], *, apart: float = 0.0) -> Truth:
         """The same mixture with copies of its experts.
 
-        Copies share the mass of their expert equally. With `apart` its first copy moves
-        up and its last one down by that much in slope and bias, so that their mean
-        stays; linear experts with one gate then still add up to the same function.
-
-        Args:
-            atom_of: For each new expert the one that it copies; adjacent, two at most.
-            apart: How far copies move.
+        `atom_of` names for each new expert the one that it copies; adjacent, two at
+        most. Copies share the mass of their expert equally. With `apart` its first copy
+        moves up and its last one down by that much in slope and bias, so that their
+        mean stays; linear experts with one gate then still add up to the same function.
         """
         copies = Counter(atom_of)
         sides = [

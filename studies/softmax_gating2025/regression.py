@@ -92,14 +92,7 @@ class Family:
         return self.gating != "tanh_temperature"
 
     def theta(self, truth: Truth) -> Tensor:
-        """The free parameters at which the layer is a given mixture.
-
-        Args:
-            truth: A mixture of K experts, see `Truth.split`.
-
-        Returns:
-            theta_P.
-        """
+        """theta_P at which the layer is a mixture of K experts; see `Truth.split`."""
         bias_K = _float64(truth.gate_bias)
         slope_K = _float64(truth.gate_slope)
         reference_K = torch.tensor(self._reference())
@@ -237,11 +230,7 @@ class Regression:
         return self._place.shape[1]
 
     def parameters(self, theta_P: Tensor) -> dict[str, Tensor]:
-        """All parameters of the layer, by name.
-
-        Args:
-            theta_P: Values of the free ones; a leading axis S is kept.
-        """
+        """All parameters of the layer, by name; a leading axis S is kept."""
         flat = theta_P @ self._place.T + self._base
         sizes = [shape.numel() for shape in self._shapes.values()]
         parts = flat.split(sizes, dim=-1)
@@ -251,22 +240,14 @@ class Regression:
         }
 
     def vector(self, parameters: Mapping[str, Tensor]) -> Tensor:
-        """The free elements of all parameters of a layer.
-
-        Args:
-            parameters: As `parameters` returns them, without the axis S.
-
-        Returns:
-            theta_P.
-        """
+        """The free elements theta_P of all parameters of a layer, without an axis S."""
         flat = torch.cat([parameters[name].flatten() for name in self._shapes])
         return flat.double() @ self._place
 
     def position(self, name: str) -> int:
         """Where the first free element of a parameter is in theta_P.
 
-        Raises:
-            ValueError: If nothing of it is free.
+        Raises ValueError if none is free.
         """
         start = 0
         for other, shape in self._shapes.items():

@@ -71,12 +71,11 @@ def simulate(case: Case, plan: Plan, *, seed: int) -> dict[str, Tensor]:
     """Least squares on samples of each size.
 
     X takes N values. Given how often each came, the mean of Y at a value is normal, and
-    the sum of squares over the sample differs from the weighted one over these means
-    by a constant. So the fit is the least-squares fit of eq. 3 at a cost that does not
+    the sum of squares over the sample differs from the weighted one over these means by
+    a constant. So the fit is the least-squares fit of eq. 3 at a cost that does not
     depend on n.
 
-    Returns:
-        For each quantity its values (sizes, repetitions); see `errors_at`.
+    Returns (sizes, repetitions) of each quantity; see `errors_at`.
     """
     generator = torch.Generator().manual_seed(seed)
     family = family_of(case, plan.points)
@@ -112,10 +111,9 @@ def simulate(case: Case, plan: Plan, *, seed: int) -> dict[str, Tensor]:
 def errors_at(case: Case, family: Family, theta_SP: Tensor) -> Mapping[str, Tensor]:
     """Distances of parameters from the truth.
 
-    Returns:
-        'loss', 'exact' and 'over' (see `CellErrors`); with a temperature also 'tau',
-        'slope' (b1), 'ratio' (b1 / tau) and 'experts' where the number of experts is
-        exact; with two levels 'first level'.
+    'loss', 'exact' and 'over' (see `CellErrors`); with a temperature also 'tau',
+    'slope' (b1), 'ratio' (b1 / tau) and 'experts' where the number of experts is exact;
+    with two levels 'first level'.
     """
     if case.gating == "hierarchical":
         return _hierarchical_errors(case, family.hierarchy(theta_SP))
@@ -213,16 +211,7 @@ def fit_from_starts(
     bound: float,
     steps: int,
 ) -> Fit:
-    """The best of several descents for each problem.
-
-    Args:
-        model: Values and Jacobian of the fitted functions.
-        target_SN: What is to be fitted.
-        scale_SN: Factor of each residual.
-        starts_SAP: Where to start.
-        bound: The box is [-bound, bound] in every coordinate.
-        steps: Most steps of a descent.
-    """
+    """The best of several descents for each problem; see `levenberg_marquardt`."""
     S, A, P = starts_SAP.shape
     found = levenberg_marquardt(
         model,
@@ -248,18 +237,12 @@ def levenberg_marquardt(
 ) -> Fit:
     """Damped Gauss-Newton steps with Marquardt's scaling, all problems side by side.
 
-    A coordinate at the edge of the box that wants to leave it is held there for the
-    step. Problems that came to rest are left out of later steps.
+    A coordinate at the edge of the box [-bound, bound] that wants to leave it is held
+    there for the step. Problems that gained less than the tolerance over `PATIENCE`
+    steps are left out of later steps.
 
-    Args:
-        model: Values and Jacobian of the fitted functions.
-        target_SN: What is to be fitted.
-        scale_SN: Factor of each residual; for noise of standard deviation s and n
-            observations at a point, sqrt(n) / s makes the cost a chi-square.
-        start_SP: Where to start.
-        bound: The box is [-bound, bound] in every coordinate.
-        steps: Most steps.
-        tolerance: Gain of cost over `PATIENCE` steps that counts as next to nothing.
+    The scale is a factor of each residual; for noise of standard deviation s and n
+    observations at a point, sqrt(n) / s makes the cost a chi-square.
     """
     theta_SP = start_SP.clamp(-bound, bound)
     problems = torch.arange(len(theta_SP))

@@ -60,11 +60,7 @@ STUCK = ("linear, over", "linear, over, copies start apart")
 
 
 def run(session: Session) -> StudyResult:
-    """Fit all cases and compares the slopes with the theorems.
-
-    Args:
-        session: The quick run has a few cases with a known number of experts.
-    """
+    """Fit all cases and compare the slopes with the theorems."""
     seeds = session.seed_range(2 if session.quick else 5)
     names = QUICK_CASES if session.quick else tuple(CASES)
     plans = {name: plan_of(CASES[name], quick=session.quick) for name in names}
@@ -107,12 +103,7 @@ def _late(plans: Mapping[str, Plan]) -> dict[str, Plan]:
 
 
 def plan_of(case: Case, *, quick: bool = False) -> Plan:
-    """How much is simulated of a case.
-
-    Args:
-        case: The case.
-        quick: Whether it is only to be seen to work.
-    """
+    """How much is simulated of a case."""
     if quick:
         return QUICK
     plan = OVER if case.over else EXACT
@@ -154,14 +145,7 @@ def _facts(plans: Mapping[str, Plan]) -> dict[str, str]:
 def _rate_rows(
     case: Case, sizes: Sequence[int], found: Found, *, where: str | None = None
 ) -> list[Row]:
-    """Slopes of one case compared with the theory.
-
-    Args:
-        case: The case.
-        sizes: Sample sizes.
-        found: Errors of each seed.
-        where: What the report calls the setting; the case's name by default.
-    """
+    """Slopes of one case compared with the theory."""
     rows = []
     for claim in case.claims:
         slopes = [slope(sizes, median_curve(one[claim.quantity])) for one in found]
@@ -189,11 +173,9 @@ def start_rows(
 ) -> list[Row]:
     """Whether the fit depends on where its copies of an expert started.
 
-    Args:
-        near: Errors of each case at one sample size, copies starting together.
-        far: The same samples, copies starting apart.
-        case_names: A case where they must agree, and one where they must not.
-        num_starts: Descents from each way to write the truth.
+    Errors at one sample size: `near` of copies starting together, `far` of the same
+    samples with copies starting apart. In the first case they must agree, in the second
+    they must not.
     """
     published = ("one limit", "no limit: merged experts fit as well")
     rows = []
@@ -267,11 +249,7 @@ def _median(values: Tensor) -> float:
 
 
 def _figure(curves: Curves) -> Figure:
-    """Medians over repetitions and seeds.
-
-    Args:
-        curves: Sample sizes of each case, and its errors for each seed.
-    """
+    """Medians over repetitions and seeds."""
     rows = ceil(len(curves) / COLUMNS)
     figure = Figure(figsize=(5.4 * COLUMNS, 3.4 * rows), layout="constrained")
     for place, (name, (sizes, seeds)) in enumerate(curves.items(), 1):
