@@ -337,10 +337,14 @@ def _scalar(value: Any, where: str) -> str:
         value = f"{value.__module__}.{value.__qualname__}"  # registries import it
     if value is None:
         return "None"
+    if isinstance(value, float) and math.isnan(value):
+        raise ConfigError(
+            f"{where} is NaN, which has no literal; set a number or None."
+        )
     if isinstance(value, float) and math.isinf(value):
         return "1e999" if value > 0.0 else "-1e999"  # Python has no literal for inf
     for kind in (bool, int, float, str, bytes):
-        if isinstance(value, kind) and value == value:  # NaN has no literal
+        if isinstance(value, kind):
             # mmengine fills in templates such as {{ fileDirname }} when it reads.
             return kind.__repr__(value).replace("{{", r"{\x7b")
     raise ConfigError(

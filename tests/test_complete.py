@@ -1,6 +1,8 @@
 """Labels that another dataset of a mixture has: found, doubted, written, deleted."""
 
 import json
+import os
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -570,8 +572,11 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     settings = dict(data=[*folders.values()], model=None, device="cpu")
     settings.update(work_dir=str(tmp_path / "run"), cfg_options=options)
     settings["tile"] = ["cats=32"]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "last_checkpoint").touch()  # of a training on the folders
     train_completed(**settings, epochs=None)
     first, between, second = commands
+    assert "--resume" not in [*first, *second]
     assert first[first.index("--epochs") + 1] == "2"  # half of the template's
     assert second[second.index("--epochs") + 1] == "2"
     teacher = tmp_path / "run" / "teacher" / "epoch_2.pth"
@@ -588,6 +593,12 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     (teacher.parent / "summary.json").unlink()  # as if interrupted
     train_completed(**settings, epochs=None)
     assert {*commands[4]} - {*first} == {"--resume"}
+    (tmp_path / "run" / "completed" / "cats").mkdir()
+    labels = tmp_path / "run" / "completed" / "cats" / "train.json"
+    labels.touch()  # wrong labels were deleted since
+    os.utime(labels, (time.time() + 9,) * 2)
+    train_completed(**settings, epochs=None)
+    assert commands[-1] == second
     with pytest.raises(ConfigError, match="was begun with other settings"):
         train_completed(**settings, epochs=7)
 

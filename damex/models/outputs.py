@@ -18,7 +18,8 @@ def routing_losses(records: Mapping[str, RoutingRecord]) -> dict[str, Tensor]:
     Returns:
         ``loss_moe_<name>``: weighted loss, mean over the layers that have it (as in
         DAMEX). ``moe_routing_accuracy``: share of tokens whose first expert belongs to
-        their dataset's group, in [0, 1], if groups are known. ``moe_drop_rate``: share
+        their dataset's group, in [0, 1], 0 without tokens of a known group; if the
+        layers know groups. ``moe_drop_rate``: share
         of tokens (with k above 1, of token-expert pairs) beyond the experts' capacity,
         if limited. A dropped token has no first expert.
     """

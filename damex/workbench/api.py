@@ -311,7 +311,7 @@ class Detector:
                 uint8 arrays (height, width, 3) in RGB; one or several. An iterator,
                 such as the frames of a camera, is read a batch at a time.
             dataset: Whose classes to detect: ``auto`` (of the predicted dataset), the
-                name of a dataset, or ``all``.
+                name of a dataset, whose experts then see all images, or ``all``.
             min_score: Minimum score of detections.
             batch_size: Images of one shape per forward pass.
             tile: Side of the windows to look through, in pixels of the image; None for

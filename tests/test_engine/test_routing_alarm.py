@@ -2,6 +2,7 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,11 @@ def train(build, make_batch, quick_runner, tmp_path):
     return make
 
 
-def only_expert_1(logits):
-    return logits * 0.001 + 10 * torch.eye(logits.shape[1]).to(logits)[1]
+def only(expert, logits):
+    return logits * 0.001 + 10 * torch.eye(logits.shape[1]).to(logits)[expert]
+
+
+only_expert_1 = partial(only, 1)
 
 
 def test_a_planted_collapse_is_named(train):
@@ -69,6 +73,13 @@ def test_a_planted_collapse_is_named(train):
     assert curves[0]["routing/decoder.0/evenness"] == pytest.approx(0.0)
     assert curves[0]["routing/decoder.0/expert_1"] == 1.0
     assert curves[0]["routing/decoder.0/expert_0"] == 0.0
+
+
+def test_a_point_of_a_curve_is_of_its_iterations_alone(train):
+    moe, turns = dict(layers=dict(decoder=[0]), num_experts=2), iter([1, 0])
+    options = {"interval": 1}
+    _, curves = train(moe=moe, choose=lambda z: only(next(turns), z), options=options)
+    assert [line["routing/decoder.0/expert_0"] for line in curves] == [0.0, 1.0]
 
 
 def test_teacher_forcing_does_not_hide_what_the_router_would_do(train):

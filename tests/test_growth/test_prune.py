@@ -206,6 +206,8 @@ def test_the_merged_detector_is_tested_as_by_damex_test(
     metrics = build_runner(cfg).test()
     for name in ("street", "park", "sky", "mean", "pooled"):
         assert table[name] == f"{metrics[f'mixture/{name}/AP']:.3f}"
+    cfg.train_cfg.max_epochs = 1
+    build_runner(cfg).train()
 
 
 def own_bank(kind):

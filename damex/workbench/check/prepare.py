@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from damex.config_files import CONFIGS
 from damex.datasets.coco_records import read_coco
 from damex.datasets.entries import Options, problem_of_names
-from damex.datasets.spec import parse_mixture
+from damex.datasets.spec import coco_paths, parse_mixture
 from damex.errors import ConfigError, did_you_mean, printable
 from damex.files import atomic_write, check_free, write_json
 from damex.workbench.formats.conversion import convert_tree, open_root
@@ -103,7 +103,8 @@ def voc_documents(name: str, recipe: Recipe, root: Path) -> dict[str, dict[str, 
     """COCO documents of a dataset in VOC layout; DataError if it cannot be read."""
     entry = dict(name=name, root=str(root), format="voc")
     (spec,) = parse_mixture([dict(entry, train=recipe.train, val=recipe.val)])
-    return {s: read_coco(Path(str(spec.source(s))), name) for s in SPLITS}
+    paths = {s: coco_paths(spec.dataset_config(s))[0] for s in SPLITS}
+    return {s: read_coco(path, name) for s, path in paths.items()}
 
 
 def coco_documents(root: Path) -> dict[str, dict[str, Any]]:

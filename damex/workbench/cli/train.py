@@ -289,6 +289,8 @@ def train_completed(
     summary = json.loads((teacher / "summary.json").read_text("utf-8"))
     checkpoint = str(teacher / summary["checkpoint"])
     if not completed.exists():
+        # What the folder has is of a training on other labels: not to be resumed.
+        (base / "last_checkpoint").unlink(missing_ok=True)
         out = ["--out", str(completed)]
         run_damex(["data", "complete", checkpoint, *out, *given], verbose=True)
     done = [f"{name}={completed / name}" for name in folders]
@@ -301,8 +303,11 @@ def train_completed(
 def _train_or_resume(
     folder: Path, words: Sequence[str], options: Sequence[str]
 ) -> None:
-    """Train in a folder, from the last checkpoint of an interrupted run there."""
-    begun = ["--resume"] if (folder / "last_checkpoint").exists() else []
+    """Train in a folder; resume what was interrupted, unless labels have changed."""
+    last, labels = folder / "last_checkpoint", folder.glob("completed/*/train.json")
+    times = [one.stat().st_mtime for one in labels]
+    is_begun = last.exists() and last.stat().st_mtime >= max(times, default=0.0)
+    begun = ["--resume"] if is_begun else []
     settings = ["--cfg-options", *options] if options else []
     words = ["train", *words, "--work-dir", str(folder), *begun, *settings]
     run_damex(words, verbose=True)

@@ -182,6 +182,11 @@ def report(
     decided: Row = dict(answer=None, text=NO_VERDICT)
     if verdict is not None:
         decided = {**dataclasses.asdict(verdict), "text": str(verdict)}
+        decided["differences"] = {
+            name: one._asdict() for name, one in verdict.differences.items()
+        }
+        if verdict.learning_speed is not None:
+            decided["learning_speed"] = verdict.learning_speed._asdict()
     decided["text"] = best_head(mean_ap) + decided["text"]
     runs = {n: zip(seeds, found, strict=True) for n, found in summaries.items()}
     return dict(
@@ -205,7 +210,7 @@ def _outcome(rows: Mapping[str, Row], name: str, reference: str) -> Row | None:
     helps = is_above(gain)
     words = "helps" if helps else "is not shown to help"
     text = f"{name} {words}: {gain} over {reference} in mean AP."
-    return dict(minus_best_dense=dataclasses.asdict(gain), helps=helps, text=text)
+    return dict(minus_best_dense=gain._asdict(), helps=helps, text=text)
 
 
 def score_row(summaries: Sequence[Summary | None]) -> Row:
@@ -250,7 +255,7 @@ def with_differences(rows: Mapping[str, Row]) -> dict[str, Row]:
     dense, compared = rows.get("dense", {}).get("mean_ap"), {}
     for name, row in rows.items():
         gain = None if name == "dense" else paired_difference(row["mean_ap"], dense)
-        compared[name] = {**row, "minus_dense": gain and dataclasses.asdict(gain)}
+        compared[name] = {**row, "minus_dense": gain and gain._asdict()}
     return compared
 
 

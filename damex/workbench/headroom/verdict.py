@@ -52,8 +52,7 @@ class Spread(NamedTuple):
         return f"{self.mean:.3f} ± {self.deviation:.3f}"
 
 
-@dataclass(frozen=True)
-class Difference:
+class Difference(NamedTuple):
     """Mean of paired differences and its 95% t-interval; no interval for one pair."""
 
     mean: float
