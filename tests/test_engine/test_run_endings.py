@@ -186,7 +186,7 @@ def test_a_failed_start_leaves_the_folder_as_it_was(
             r"optim_wrapper.optimizer.lr \(it is 1000000000.0\)",
         ),
         (
-            "model['bbox_head'] = dict(loss_iou=dict(loss_weight=float('nan')))",
+            "model['bbox_head'] = dict(loss_iou=dict(loss_weight=float('inf')))",
             "diverged: not finite in iteration 1: loss_iou, d0.loss_iou, .* and . more",
         ),
     ],
