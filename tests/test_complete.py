@@ -555,7 +555,10 @@ def commands(tmp_path, monkeypatch):
     def run(words, *, verbose):
         found.append([*words])
         if words[0] == "data":
-            (tmp_path / "run" / "completed").mkdir()
+            labels = tmp_path / "run" / "completed" / "cats" / "train.json"
+            labels.parent.mkdir(parents=True)
+            labels.touch()
+            os.utime(labels, (2, 2))
             return
         folder = Path(words[words.index("--work-dir") + 1])
         folder.mkdir(parents=True, exist_ok=True)
@@ -573,7 +576,9 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     settings.update(work_dir=str(tmp_path / "run"), cfg_options=options)
     settings["tile"] = ["cats=32"]
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "last_checkpoint").touch()  # of a training on the folders
+    before = tmp_path / "run" / "last_checkpoint"  # of a training on the folders
+    before.touch()
+    os.utime(before, (1, 1))
     train_completed(**settings, epochs=None)
     first, between, second = commands
     assert "--resume" not in [*first, *second]
@@ -593,10 +598,8 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     (teacher.parent / "summary.json").unlink()  # as if interrupted
     train_completed(**settings, epochs=None)
     assert {*commands[4]} - {*first} == {"--resume"}
-    (tmp_path / "run" / "completed" / "cats").mkdir()
     labels = tmp_path / "run" / "completed" / "cats" / "train.json"
-    labels.touch()  # wrong labels were deleted since
-    os.utime(labels, (time.time() + 9,) * 2)
+    os.utime(labels, (time.time() + 9,) * 2)  # wrong labels were deleted since
     train_completed(**settings, epochs=None)
     assert commands[-1] == second
     with pytest.raises(ConfigError, match="was begun with other settings"):

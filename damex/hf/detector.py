@@ -260,7 +260,8 @@ def _timm_backbone(config: Mapping[str, Any]) -> TimmBackbone:
 def _image_ratio(samples: Sequence[Any], images: Tensor) -> Tensor:
     """Sides of each image as shares (B, 4) of those of the padded input."""
     sides = [sample.metainfo["img_shape"][1::-1] for sample in samples]
-    size_4 = images.new_tensor([*images.shape[:-3:-1]] * 2)
+    height, width = images.shape[-2:]
+    size_4 = images.new_tensor([width, height] * 2)
     return images.new_tensor([[*side, *side] for side in sides]) / size_4
 
 

@@ -22,10 +22,8 @@ def dispatch_counts(record: RoutingRecord) -> Tensor:
 
     Raises ValueError if the record has no group ids or no group-expert map.
     """
-    (group_ids_V, own_GE), assignment = (
-        record.groups("routing metrics"),
-        record.assignment,
-    )
+    group_ids_V, own_GE = record.groups("routing metrics")
+    assignment = record.assignment
     group_R = group_ids_V.index_select(0, assignment.token_index_R)
     size = (len(own_GE), record.num_experts)
     return count_pairs(group_R, assignment.expert_index_R, size)

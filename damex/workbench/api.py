@@ -360,7 +360,7 @@ class Detector:
                 went to the experts of which dataset.
 
         Raises:
-            ConfigError: If it is not clear which dataset a folder belongs to.
+            ConfigError: If the dataset is unknown, or unclear for a folder.
             DataError: If the data cannot be read.
         """
         entries = None

@@ -289,8 +289,6 @@ def train_completed(
     summary = json.loads((teacher / "summary.json").read_text("utf-8"))
     checkpoint = str(teacher / summary["checkpoint"])
     if not completed.exists():
-        # What the folder has is of a training on other labels: not to be resumed.
-        (base / "last_checkpoint").unlink(missing_ok=True)
         out = ["--out", str(completed)]
         run_damex(["data", "complete", checkpoint, *out, *given], verbose=True)
     done = [f"{name}={completed / name}" for name in folders]
@@ -303,10 +301,10 @@ def train_completed(
 def _train_or_resume(
     folder: Path, words: Sequence[str], options: Sequence[str]
 ) -> None:
-    """Train in a folder; resume what was interrupted, unless labels have changed."""
+    """Train in a folder; resume a training, unless it is older than its labels."""
     last, labels = folder / "last_checkpoint", folder.glob("completed/*/train.json")
-    times = [one.stat().st_mtime for one in labels]
-    is_begun = last.exists() and last.stat().st_mtime >= max(times, default=0.0)
+    newest = max((one.stat().st_mtime for one in labels), default=0.0)
+    is_begun = last.exists() and last.stat().st_mtime > newest
     begun = ["--resume"] if is_begun else []
     settings = ["--cfg-options", *options] if options else []
     words = ["train", *words, "--work-dir", str(folder), *begun, *settings]
