@@ -50,10 +50,10 @@ def load_from_transformers(path: str, map_location: Any = None) -> dict[str, Any
         use_safetensors=True,
         output_loading_info=True,
     )
-    missing = [m for m in report["missing_keys"] if not m.endswith("_batches_tracked")]
+    missing = {m for m in report["missing_keys"] if not m.endswith("_batches_tracked")}
     if missing:
         raise DataError(
-            f"{name}: {len(missing)} weights are missing, such as {missing[0]}; fetch "
+            f"{name}: {len(missing)} weights are missing, such as {min(missing)}; fetch "
             "the folder again."
         )
     FAMILIES[model.config.model_type].tidy(model)

@@ -136,7 +136,7 @@ def test_a_folder_without_a_detector_is_named(tmp_path):
         (dict(backbone_config="x"), "has model_type=None"),
         (dict(num_queries="x"), "is damaged"),
         (dict(id2label={"1": "dog", "7": "car"}), "is damaged"),  # heads of three
-        ({}, r"weights are missing, such as model\."),
+        ({}, "weights are missing, such as bbox_embed"),
         (b"", "is damaged"),
     ],
 )
