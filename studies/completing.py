@@ -23,7 +23,7 @@ import torch
 from damex.errors import ConfigError
 from damex.workbench.api import run_damex
 from damex.workbench.cli.run import Device, Jobs, Seeds, program, run_command
-from damex.workbench.complete.thresholds import right_ones
+from damex.workbench.complete.teacher import right_ones
 
 CONFIG = "configs/real/missing_labels.py"
 Options = Mapping[str, str]

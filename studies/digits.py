@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from damex.workbench.toydata.domains import load_digits
+from damex.workbench.toydata import load_digits
 
 DIGIT_SIDE = 8  # pixels of UCI's digits, height and width
 

@@ -23,8 +23,13 @@ import numpy as np
 
 from damex.errors import ConfigError
 from damex.workbench.cli.run import program, run_command
-from damex.workbench.toydata import drawing, generate_toy_mixture
-from damex.workbench.toydata.domains import DatasetSpec, Size, in_both_splits
+from damex.workbench.toydata import (
+    DatasetSpec,
+    Size,
+    drawing,
+    generate_toy_mixture,
+    in_both_splits,
+)
 from damex.workbench.toydata.drawing import Canvas, draw_random
 
 WORLDS = ("ruby", "amber", "olive", "mint", "teal", "azure", "indigo", "plum")
@@ -113,7 +118,7 @@ def _ground(size_hw: Size, rng: np.random.Generator, *, world: int) -> np.ndarra
     rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
     along = columns * np.cos(angle) + rows * np.sin(angle)
     stripes = np.sign(np.sin(2 * np.pi * (along / period + rng.uniform())))
-    return drawing.flat(size_hw, color) * (1 + 0.25 * stripes[:, :, None])
+    return np.full((*size_hw, 3), color) * (1 + 0.25 * stripes[:, :, None])
 
 
 if __name__ == "__main__":

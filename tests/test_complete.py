@@ -21,9 +21,11 @@ from damex.workbench.api import Detector
 from damex.workbench.cli.train import train_completed
 from damex.workbench.complete.complete import write_completed
 from damex.workbench.complete.datasets import Objects, read_datasets
-from damex.workbench.complete.teacher import DetectorTeacher, FileTeacher, Found
-from damex.workbench.complete.thresholds import (
+from damex.workbench.complete.teacher import (
     Curve,
+    DetectorTeacher,
+    FileTeacher,
+    Found,
     Threshold,
     find_thresholds,
     judge,

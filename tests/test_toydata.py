@@ -10,12 +10,14 @@ import pytest
 
 from damex.__main__ import main
 from damex.workbench import toydata
-from damex.workbench.toydata import VERSION, generate_toy_mixture, render_image
-from damex.workbench.toydata.domains import (
+from damex.workbench.toydata import (
     DATASETS,
     ICONS,
     SPLITS,
     TOYS,
+    VERSION,
+    generate_toy_mixture,
+    render_image,
     source_columns,
     source_indices,
 )

@@ -53,8 +53,8 @@ def load_from_transformers(path: str, map_location: Any = None) -> dict[str, Any
     missing = {m for m in report["missing_keys"] if not m.endswith("_batches_tracked")}
     if missing:
         raise DataError(
-            f"{name}: {len(missing)} weights are missing, such as {min(missing)}; fetch "
-            "the folder again."
+            f"{name}: {len(missing)} weights are missing, such as {min(missing)}; "
+            "fetch the folder again."
         )
     FAMILIES[model.config.model_type].tidy(model)
     state = {f"detr.{key}": value for key, value in model.state_dict().items()}

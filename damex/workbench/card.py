@@ -109,18 +109,11 @@ def write_card(
 
 
 class Run(NamedTuple):
-    """What is known of the training of a checkpoint, from the files beside it.
+    """What is known of the training of a checkpoint, from the files beside it."""
 
-    Attributes:
-        summary: Content of its ``summary.json``, with the scores of these weights, or
-            without scores.
-        picture: Its picture of detections, if they are of these weights.
-        problem: Why there are no scores.
-    """
-
-    summary: Mapping[str, Any]
-    picture: Path | None = None
-    problem: str | None = None
+    summary: Mapping[str, Any]  # its scores are of these weights
+    picture: Path | None = None  # of detections, by these weights
+    problem: str | None = None  # why there are no scores
 
     @classmethod
     def of(cls, stored: DetectorCheckpoint) -> Run:

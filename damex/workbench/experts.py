@@ -54,15 +54,11 @@ class Row:
 
 @dataclass
 class Routes:
-    """Routes of all images.
+    """Routes of all images, by layer, and a sentence about each unreadable image."""
 
-    Attributes:
-        served: Per layer, the tokens of each row by the expert that took them.
-        chosen: Per layer, the choices of single tokens if images keep to one group.
-        problems: A sentence about each unreadable image.
-    """
-
+    # The tokens of each row by the expert that took them.
     served: dict[str, LayerTally] = field(default_factory=dict)
+    # The choices of single tokens if images keep to one group.
     chosen: dict[str, LayerTally] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -215,24 +211,17 @@ def _count(
 
 
 class LayerUse:
-    """How the rows use the experts of one layer.
-
-    Attributes:
-        share_RE: Share of each row's tokens that an expert takes.
-        load_E: Mean of ``share_RE`` over rows with tokens.
-        most_entropy: Entropy of a uniform load.
-        information: Mutual information of row and expert, rows weighted equally.
-        most_information: Its maximum for these numbers of rows and experts.
-        unused: Experts without tokens.
-    """
+    """How the rows use the experts of one layer."""
 
     def __init__(self, name: str, tally: LayerTally) -> None:
+        # Share of each row's tokens that an expert takes; of rows with tokens.
         share_RE = tally.counts_GE.double() / tally.tokens_G.clamp_min(1)[:, None]
         seen_RE = share_RE[tally.tokens_G > 0]
         self.name, self.unused = name, tally.unused
         self.share_RE, self.load_E = share_RE.numpy(), seen_RE.mean(0).numpy()
         self.entropy = float(entropy(seen_RE.mean(0)))
-        self.most_entropy = math.log(seen_RE.shape[1])
+        self.most_entropy = math.log(seen_RE.shape[1])  # of a uniform load
+        # Of row and expert, rows weighted equally; and the most that it can be.
         self.information = max(0.0, float(mutual_information(seen_RE)))
         self.most_information = math.log(min(seen_RE.shape))
 

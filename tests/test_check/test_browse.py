@@ -18,11 +18,11 @@ from damex.datasets.findings import Location
 from damex.datasets.image_files import images_of_any_size
 from damex.datasets.spec import Source
 from damex.inference.drawing import palette
-from damex.workbench.check.browse import size_shares
-from damex.workbench.check.samples import (
+from damex.workbench.check.browse import (
     TILE,
     Sample,
     draw_tile,
+    size_shares,
     view_of,
 )
 from damex.workbench.cli.data import data

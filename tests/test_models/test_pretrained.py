@@ -13,7 +13,7 @@ from timm.data import ImageNetInfo, create_transform, resolve_data_config
 from damex.errors import ConfigError
 from damex.models import timm_backbone
 from damex.models.timm_backbone import PACKAGES, TimmBackbone, packaged_weights
-from damex.workbench.toydata.domains import load_photographs
+from damex.workbench.toydata import load_photographs
 
 LITE0 = "tf_efficientnet_lite0"
 

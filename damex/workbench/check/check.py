@@ -120,17 +120,14 @@ def _count_levels(findings: Iterable[Finding]) -> str:
 
 @dataclass
 class Inspection:
-    """Findings, with the images of all annotation files and the numbers checked.
+    """Findings, with the images of all annotation files and the numbers checked."""
 
-    ``quick`` leaves images undecoded. ``boxes_of`` are the boxes by class of each
-    checked file; None if it is unreadable.
-    """
-
-    quick: bool = False
+    quick: bool = False  # leaves images undecoded
     findings: list[Finding] = field(default_factory=list)
     images: list[ImageRecord] = field(default_factory=list)
     num_boxes: int = 0
     num_datasets: int = 0
+    # Boxes by class of each checked file; None if it is unreadable.
     boxes_of: dict[Location, Counter[str] | None] = field(default_factory=dict)
 
     def add_dataset(

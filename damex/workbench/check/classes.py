@@ -68,10 +68,7 @@ def check_classes(
     expected: Expectations,
     rename: Mapping[str, str],
 ) -> Iterator[Finding]:
-    """Find oddities of the classes of one dataset.
-
-    ``train`` is None if it could not be read; ``others`` are validation and test.
-    """
+    """Find oddities of the classes of a dataset; ``train`` is None if unreadable."""
     first = train or next(iter(others), None)
     if first is None:
         return
@@ -162,10 +159,7 @@ def _same_names(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def why_near(first: str, second: str) -> str | None:
-    """Why two different names may mean the same: a key of the rule, or None.
-
-    One of 'unicode', 'case', 'spaces', 'plural', 'synonym' and 'spelling'.
-    """
+    """Why two different names may mean the same: a key of the rule, or None."""
     if normalize("NFKC", first) == normalize("NFKC", second):
         return "unicode"
     if first.casefold() == second.casefold():

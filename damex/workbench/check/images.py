@@ -182,10 +182,7 @@ def same_files(images: Sequence[ImageRecord]) -> Iterator[Finding]:
 def find_leaks(
     images: Sequence[ImageRecord], infos: Sequence[ImageInfo]
 ) -> Iterator[Finding]:
-    """Findings about images with the same content, or nearly the same look.
-
-    Faulty and undecoded images are skipped.
-    """
+    """Findings about images of equal content or look; undecoded ones are skipped."""
     pairs = zip(images, infos, strict=True)
     decoded = [(image, info) for image, info in pairs if info.digest]
     # Training images first: the second of a pair is reported.

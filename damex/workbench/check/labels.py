@@ -31,22 +31,14 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class ClassCount:
-    """Boxes of one class of one dataset.
+    """Boxes of one class of one dataset."""
 
-    Args:
-        own: The dataset's name of the class.
-        target: The class of the mixture; None if left out.
-        boxes: Number of boxes; None if the dataset is not a COCO file.
-        scales: Of each box: square root of its share of the image.
-        shapes: Of each box: width over height.
-    """
-
-    own: str
-    target: str | None
-    boxes: int | None = None
+    own: str  # the dataset's name of the class
+    target: str | None  # the class of the mixture; None if left out
+    boxes: int | None = None  # their number; None if the dataset is not a COCO file
     supercategory: str = ""
-    scales: Sequence[float] | np.ndarray = ()
-    shapes: Sequence[float] | np.ndarray = ()
+    scales: Sequence[float] | np.ndarray = ()  # square root of the share of the image
+    shapes: Sequence[float] | np.ndarray = ()  # width over height
 
 
 Counts = Mapping[str, Sequence[ClassCount]]  # per dataset

@@ -27,30 +27,15 @@ SPLITS = ("train", "val")
 
 
 class Recipe(NamedTuple):
-    """One dataset of the benchmark, from ``configs/uodb/datasets.json``.
+    """One dataset of the benchmark, from ``configs/uodb/datasets.json``."""
 
-    Args:
-        size: Number of images and disk space.
-        licence: In a few words.
-        source: Website that hosts it.
-        classes: Used classes, in lower case and separated by spaces; empty for all.
-        train: Lists of training images, below the folder of the dataset.
-        val: The same for evaluation.
-        folders: Folders that are needed in addition to the lists.
-    """
-
-    size: str
-    licence: str
-    source: str
-    classes: str
-    train: list[str]
-    val: list[str]
-    folders: list[str]
-
-    def missing(self, root: Path) -> list[str]:
-        """Missing files and folders in the folder of the dataset."""
-        needed = dict.fromkeys((*self.train, *self.val, *self.folders))
-        return [path for path in needed if not (root / path).exists()]
+    size: str  # number of images and disk space
+    licence: str  # in a few words
+    source: str  # website that hosts it
+    classes: str  # used ones, in lower case and separated by spaces; empty for all
+    train: list[str]  # lists of training images, below the folder of the dataset
+    val: list[str]  # the same for evaluation
+    folders: list[str]  # needed in addition to the lists
 
 
 def read_recipes() -> dict[str, Recipe]:
@@ -77,7 +62,8 @@ def _prepare(name: str, recipe: Recipe, root: Path) -> bool:
     if all((root / f"{split}.json").is_file() for split in SPLITS):
         print(f"{name}: ready; remove {root}/train.json to convert it again")
         return True
-    if lacks := recipe.missing(root):
+    needed = dict.fromkeys((*recipe.train, *recipe.val, *recipe.folders))
+    if lacks := [path for path in needed if not (root / path).exists()]:
         print(
             f"{name}: {recipe.size}; license: {recipe.licence}.\n"
             f"  From {recipe.source}; unpack it into {root}/, which lacks"
@@ -132,11 +118,7 @@ def coco_documents(root: Path) -> dict[str, dict[str, Any]]:
 
 
 def keep_classes(document: dict[str, Any], classes: Sequence[str]) -> int:
-    """Reduce a COCO document, in place, to ``classes`` (lower case) in that order.
-
-    Returns:
-        Number of removed boxes.
-    """
+    """Reduce a COCO document to ``classes`` (lower case); return how many boxes go."""
     names = {c["id"]: str(c["name"]).lower() for c in document["categories"]}
     number = {name: place for place, name in enumerate(classes, start=1)}
     before = document["annotations"]

@@ -171,7 +171,7 @@ def predict(
         csv: Write a table with a row per detection.
         draw: Write images and videos with detections to this folder.
         min_score: Leave out detections below this score.
-        min_probability: Mark images whose dataset is less probable; for auto.
+        min_probability: Mark images whose dataset is less probable; for auto and all.
         batch_size: Images per batch.
         tile: Look through windows of this side (default: as in the training of the
             dataset).

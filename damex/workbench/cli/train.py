@@ -90,11 +90,7 @@ def train(
 
 
 def set_tiles(cfg: Config, words: Sequence[str]) -> None:
-    """Set ``tile`` of entries of the mixture; words are as of ``--tile``.
-
-    Raises:
-        ConfigError: If a dataset or a value is unknown, or there is no mixture.
-    """
+    """Set ``tile`` of mixture entries by words of ``--tile``, or raise ConfigError."""
     if not words:
         return
     if not cfg.get("mixture"):
@@ -254,14 +250,10 @@ def train_completed(
     """Train for half of the epochs, complete the datasets, and train for the others.
 
     The first detector lies in ``teacher`` of the work dir, the completed datasets in
-    ``completed``. The second training starts from the first detector. Each step is a
-    process of its own. Repeated, the command keeps what is finished, and resumes an
-    interrupted training. ``epochs`` are those of both trainings together; ``rare`` is
-    whether other options are set.
-
-    Raises:
-        ConfigError: If it is not for this training, the epochs cannot be split, nothing
-            is missing, or the work dir was begun with other settings.
+    ``completed``; each step is a process of its own. Repeated, the command keeps what
+    is finished, and resumes an interrupted training. ``rare`` is whether other options
+    are set. ConfigError if they are, the epochs cannot be split, nothing is missing, or
+    the work dir was begun with other settings.
     """
     if not data or rare or launcher != "none" or "RANK" in os.environ:
         raise ConfigError(

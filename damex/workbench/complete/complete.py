@@ -14,16 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from torchvision.ops import box_iou
 
 from damex.datasets.coco_records import read_coco
 from damex.datasets.entries import entry_of_folder
+from damex.datasets.pixels import read_pixels
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, did_you_mean, printable
-from damex.files import atomic_folder, check_free, write_json
+from damex.files import atomic_folder, check_free, write_json, write_text
+from damex.inference.drawing import Color, draw_boxes, palette
 from damex.inference.predictor import Predictor
 from damex.progress import Bar
+from damex.workbench.check.browse import css_color, data_uri, render_page
 from damex.workbench.check.labels import is_kept_apart
 from damex.workbench.complete.datasets import (
     Label,
@@ -31,21 +35,22 @@ from damex.workbench.complete.datasets import (
     read_datasets,
     write_dataset,
 )
-from damex.workbench.complete.page import write_page
 from damex.workbench.complete.teacher import (
+    MIN_OBJECTS,
+    MIN_PRECISION,
     SAME_OBJECT,
     DetectorTeacher,
     FileTeacher,
     Found,
     Teacher,
-)
-from damex.workbench.complete.thresholds import (
-    MIN_OBJECTS,
-    MIN_PRECISION,
     Threshold,
     find_thresholds,
 )
 from damex.workbench.zero_config import named_folders, run_name
+
+SIDE = 640  # of a drawn image, in pixels
+OWN: Color = (90, 90, 90)
+COMMAND = ("damex", "data", "complete")
 
 Labels = Mapping[str, Sequence[Label]]  # by dataset
 Thresholds = Mapping[str, Threshold]  # by class
@@ -57,13 +62,11 @@ def complete(
     data: Sequence[str],
     out: str,
     detections: str | None,
-    classes: Sequence[str],
-    min_score: float | None,
     delete: Sequence[int],
-    samples: int,
     batch_size: int,
     device: str | None,
     trust: bool,
+    **options: Any,
 ) -> None:
     """Complete datasets by a detector or a file; options as in the command's help."""
     if delete:
@@ -84,15 +87,8 @@ def complete(
     else:
         predictor = Predictor(str(checkpoint), device=device, trust=trust)
         teacher = DetectorTeacher(predictor, batch_size=batch_size)
-    report = write_completed(
-        teacher,
-        named_folders(data),
-        Path(out),
-        classes=classes,
-        min_score=min_score,
-        samples=samples,
-        source=str(checkpoint or detections),
-    )
+    folders, source = named_folders(data), str(checkpoint or detections)
+    report = write_completed(teacher, folders, Path(out), source=source, **options)
     print(printable(report))
 
 
@@ -165,7 +161,10 @@ def _missing(
     """The classes to complete, by dataset; ConfigError without any."""
     names = {*teacher.known, *(one.name for one in datasets)}
     shared = [name for name in classes if not is_kept_apart(name, names)]
-    missing = {one.name: one.missing(shared) for one in datasets}
+    missing = {
+        one.name: [name for name in shared if name not in one.classes]
+        for one in datasets
+    }
     if not any(missing.values()):
         raise ConfigError(
             f"nothing to complete: each of the datasets {', '.join(missing)} labels "
@@ -284,6 +283,89 @@ def _next_command(out: Path, entries: Sequence[Mapping[str, Any]]) -> str:
     words += ["--tile", *tiles] if tiles else []
     words += ["--work-dir", f"work_dirs/{run_name(names)}-completed"]
     return f"train on them: damex train {shlex.join(words)}"
+
+
+def write_page(
+    folder: Path,
+    out: Path,
+    datasets: Sequence[LabeledDataset],
+    labels: Mapping[str, Sequence[Label]],
+    thresholds: Mapping[str, Any],
+    samples: int,
+    bar: Bar,
+) -> None:
+    """Write ``index.html`` with ``samples`` images of each dataset.
+
+    Images with a detection that is nearest to its threshold come first. ``out`` is
+    where the folder will be.
+    """
+    colors, parts = palette(thresholds), []
+    limits = {name: min(one.accepted, 1.0) for name, one in thresholds.items()}
+    for dataset in datasets:
+        of_image: dict[int, list[Label]] = {}
+        for one in labels[dataset.name]:
+            of_image.setdefault(one.image, []).append(one)
+        order = sorted(of_image, key=lambda i: _doubt(of_image[i], limits))
+        bar.begin(f"draw {dataset.name}", min(samples, len(order)))
+        tiles = []
+        for image in order[:samples]:
+            tiles.append(_tile(dataset, image, of_image[image], colors))
+            bar.step()
+        rows = labels[dataset.name]
+        parts.append(
+            dict(
+                name=dataset.name,
+                tiles=tiles,
+                images=len(of_image),
+                accepted=sum(one.is_accepted for one in rows),
+                ignored=sum(not one.is_accepted for one in rows),
+                command=shlex.join(
+                    [*COMMAND, "--out", str(out / dataset.name), "--delete"]
+                ),
+            )
+        )
+    values = dict(datasets=parts, thresholds=thresholds)
+    page = render_page("damex.workbench.complete", **values)
+    write_text(folder / "index.html", page)
+
+
+def _doubt(labels: Sequence[Label], limits: Mapping[str, float]) -> float:
+    """Distance of the nearest detection to the threshold of labels."""
+    return min(abs(one.score - limits[one.name]) for one in labels)
+
+
+def _tile(
+    dataset: LabeledDataset,
+    image: int,
+    labels: Sequence[Label],
+    colors: Mapping[str, Color],
+) -> dict[str, Any]:
+    """An image with the existing labels in grey, and its detections dashed."""
+    split = dataset.splits["train"]
+    try:
+        content = read_pixels(split.paths[image], "color").image
+    except OSError as error:
+        raise DataError(
+            f"dataset {dataset.name!r}: an image to draw cannot be read ({error}); "
+            "repair the file, or take it out of the annotations."
+        ) from error
+    pixels = Image.fromarray(content[..., ::-1])
+    scale = min(SIDE / max(pixels.size), 1.0)
+    pixels = pixels.resize([max(round(side * scale), 1) for side in pixels.size])
+    own = split.objects[image].corners_N4
+    found = sorted(labels, key=lambda one: -one.score)
+    boxes_N4 = scale * np.vstack([[one.box for one in found], own.reshape(-1, 4)])
+    drawn = draw_boxes(
+        np.asarray(pixels),
+        boxes_N4,
+        [f"{one.id}{'' if one.is_accepted else '?'}" for one in found]
+        + [""] * len(own),
+        [colors[one.name] for one in found] + [OWN] * len(own),
+        dashed=[True] * len(found) + [False] * len(own),
+    )
+    rows = [dict(vars(one), color=css_color(colors[one.name])) for one in found]
+    name = str(split.images[image].get("file_name"))
+    return dict(name=name, uri=data_uri(Image.fromarray(drawn)), labels=rows)
 
 
 def delete_labels(folder: Path, ids: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from damex.datasets.coco_records import parse_records, read_coco
+from damex.datasets.coco_records import Records, parse_records, read_coco
 from damex.datasets.spec import SPLITS, DatasetSpec, parse_mixture
 from damex.errors import ConfigError, DataError
 from damex.files import write_json
@@ -23,28 +23,17 @@ class Objects(NamedTuple):
     names: tuple[str, ...]
     is_crowd_N: np.ndarray
 
-    def of(self, name: str, *, crowds: bool) -> np.ndarray:
-        """Corners (K, 4) of the objects, or of the crowds, of a class."""
-        is_name_N = np.array([one == name for one in self.names], bool)
-        return self.corners_N4[is_name_N & (self.is_crowd_N == crowds)]
-
 
 @dataclass(frozen=True)
 class Split:
-    """Images of a split, and their labels.
+    """Images of a split, and their labels."""
 
-    Attributes:
-        document: The COCO file.
-        images: Its readable image records.
-        annotations: Those of labeled classes, with the name in the mixture.
-        objects: Boxes of each image.
-    """
-
-    document: Mapping[str, Any]
-    images: Sequence[Mapping[str, Any]]
+    document: Mapping[str, Any]  # the COCO file
+    images: Sequence[Mapping[str, Any]]  # its readable image records
     paths: Sequence[Path]
+    # Those of labeled classes, with the name in the mixture.
     annotations: Sequence[tuple[Mapping[str, Any], str]]
-    objects: Sequence[Objects]
+    objects: Sequence[Objects]  # of each image
 
 
 @dataclass(frozen=True)
@@ -55,10 +44,6 @@ class LabeledDataset:
     classes: tuple[str, ...]
     splits: Mapping[str, Split]
     predicted: Collection[str] = ()  # those that were completed before
-
-    def missing(self, wanted: Collection[str]) -> list[str]:
-        """Those of the ``wanted`` classes that it does not label."""
-        return [name for name in wanted if name not in self.classes]
 
 
 def read_datasets(
@@ -134,11 +119,7 @@ def _read(spec: DatasetSpec, split: str, classes: Mapping[str, str]) -> Split | 
     own = [classes.get(name, "") for name in records.categories.values()]
     names = [own[place] if place >= 0 else "" for place in records.class_N]
     is_crowd_N = records.is_set("iscrowd")
-    corners_N4 = records.box_N4.copy()
-    corners_N4[:, 2:] += corners_N4[:, :2]
-    limits_N4 = np.tile(np.nan_to_num(records.size_N2, nan=np.inf), 2)
-    corners_N4 = np.clip(corners_N4, 0.0, limits_N4)  # as in training
-    is_real_N = records.is_box_N & (corners_N4[:, 2:] > corners_N4[:, :2]).all(1)
+    corners_N4, is_real_N = clipped_boxes(records)
     rows: list[list[int]] = [[] for _ in records.images]
     annotations = []
     for place, (row, name) in enumerate(zip(records.annotations, names, strict=True)):
@@ -158,21 +139,25 @@ def _read(spec: DatasetSpec, split: str, classes: Mapping[str, str]) -> Split | 
     )
 
 
+def clipped_boxes(records: Records) -> tuple[np.ndarray, np.ndarray]:
+    """Corners (N, 4) of boxes within their images, and which boxes have an area."""
+    corners_N4 = records.box_N4.copy()
+    corners_N4[:, 2:] += corners_N4[:, :2]
+    limits_N4 = np.tile(np.nan_to_num(records.size_N2, nan=np.inf), 2)
+    corners_N4 = np.clip(corners_N4, 0.0, limits_N4)  # as in training
+    is_real_N = records.is_box_N & (corners_N4[:, 2:] > corners_N4[:, :2]).all(1)
+    return corners_N4, is_real_N
+
+
 @dataclass(frozen=True)
 class Label:
-    """A detection that is used.
+    """A detection that is used."""
 
-    Attributes:
-        image: Position of the image in its split.
-        box: Corners in pixels.
-        is_accepted: Whether it becomes a label; else the loss ignores it.
-    """
-
-    image: int
-    box: tuple[float, float, float, float]
+    image: int  # its position in the split
+    box: tuple[float, float, float, float]  # corners in pixels
     name: str
     score: float
-    is_accepted: bool
+    is_accepted: bool  # whether it becomes a label; else the loss ignores it
     id: int = 0
 
 
@@ -183,14 +168,11 @@ def write_dataset(
     missing: Sequence[str],
     about: Mapping[str, Any],
 ) -> list[Label]:
-    """Write a completed dataset: COCO files, and links to its images.
+    """Write COCO files, and links to images; return the labels with their ids.
 
     The files have the classes of the dataset by their names in the mixture, and behind
     them the ``missing`` ones. New annotations have ``score`` and ``predicted``; those
     that are not accepted are crowds, which evaluation and loss ignore.
-
-    Returns:
-        The labels with their ids.
     """
     numbers = {n: i for i, n in enumerate((*dataset.classes, *missing), start=1)}
     predicted = {*missing, *dataset.predicted}

@@ -53,20 +53,10 @@ ROUNDS = 5
 SHAPES = ((0.6, 0.6), (1.6, 1.2), (0.6, 0.8), (2.1, 0.9), (0.3, 0.9))
 
 
-def export(
-    checkpoint: str,
-    *,
-    out: str,
-    dataset: str | None,
-    image_size: tuple[int, int] | None,
-    trust: bool,
-) -> None:
+def export(checkpoint: str, *, out: str, **options: Any) -> None:
     """Write a dense detector of one dataset, or a whole mixture."""
     filter_console()
-    lines = write_export(
-        checkpoint, out, dataset=dataset, image_size=image_size, trust=trust
-    )
-    print(printable("\n".join(lines)))
+    print(printable("\n".join(write_export(checkpoint, out, **options))))
 
 
 def write_export(

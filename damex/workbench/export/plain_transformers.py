@@ -42,17 +42,13 @@ OPEN = 32.0  # silu(32) is 32, exactly, also in float16
 
 @dataclass(frozen=True)
 class PlainTransformers:
-    """A detector of one dataset's or all classes that Transformers runs without damex.
-
-    Attributes:
-        adapters: The experts of all datasets, which are not part of the detector.
-    """
+    """A detector of one dataset's or all classes, for Transformers without damex."""
 
     classes: tuple[str, ...]
     model: Mapping[str, Any]
     pipeline: Sequence[Mapping[str, Any]]
     state: Mapping[str, Tensor]
-    adapters: Adapters | None = None
+    adapters: Adapters | None = None  # experts of all datasets, beside the detector
     library = "Transformers"
 
     @property

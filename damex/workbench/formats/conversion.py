@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from damex.datasets.image_files import (
 )
 from damex.datasets.pixels import ImageHeader, read_header
 from damex.errors import ConfigError, DataError
-from damex.files import write_json
+from damex.files import glance, write_json
 from damex.workbench.formats.coco import COCO
 from damex.workbench.formats.label_files import DOTA, KITTI, KITTI_DETECTIONS, VOC
 from damex.workbench.formats.records import (
@@ -41,8 +41,7 @@ from damex.workbench.formats.records import (
     for_all,
 )
 from damex.workbench.formats.tables import CSV, WIDER_FACE
-from damex.workbench.formats.tree import Tree, parent
-from damex.workbench.formats.unread import problem_of_unread
+from damex.workbench.formats.tree import Tree, numbers, parent
 from damex.workbench.formats.yolo import YOLO
 
 FORMATS: tuple[Format, ...] = (
@@ -53,6 +52,24 @@ FORMATS: tuple[Format, ...] = (
 CONVERTER_VERSION = 2
 _SUMMARY_FILE = "summary.json"
 _DIGITS = 6  # decimals of a pixel
+# Of formats that are not read, and named in messages.
+_LOOKED_AT = 10
+_MAX_BYTES = 50_000_000  # of a JSON file that is parsed
+# Keys of an object in JSON, and the tool or dataset that writes them.
+_KEYS = (
+    ({"shapes", "imagePath"}, "LabelMe"),
+    ({"imgHeight", "imgWidth", "objects"}, "Cityscapes"),
+    ({"size", "objects", "tags"}, "Supervisely"),
+    ({"regions", "filename"}, "VGG Image Annotator"),
+    ({"_via_img_metadata"}, "VGG Image Annotator"),
+    ({"data_row"}, "Labelbox"),
+    ({"asset", "regions"}, "VoTT"),
+    ({"data", "annotations"}, "Label Studio"),
+    ({"image", "label"}, "Label Studio"),
+    ({"image", "annotations"}, "CreateML"),
+    ({"name", "labels"}, "BDD100K"),
+)
+_SUFFIXES = {".tfrecord": "TFRecord", ".tfrecords": "TFRecord", ".ndjson": "NDJSON"}
 
 
 def open_root(root: str | Path) -> Tree:
@@ -97,6 +114,76 @@ def recognise(tree: Tree, name: str | None) -> tuple[Format, str]:
             f"{problem or f'Looked for {wanted}'}."
         )
     return found[0]
+
+
+def problem_of_unread(tree: Tree) -> str | None:
+    """A sentence that names the format of a folder and what to do; None if unknown."""
+    for path, name in _found(tree):
+        return (
+            f"{path} is in the format of {name}, which damex does not read. Convert "
+            "it to COCO, Pascal VOC or YOLO, for instance with FiftyOne or Datumaro"
+        )
+    return None
+
+
+def _found(tree: Tree) -> Iterable[tuple[str, str]]:
+    """Files of formats that are not read, and the names of these."""
+    for path in tree.with_suffix(".txt")[:_LOOKED_AT]:
+        line = next(filter(None, tree.glanced(path, 4000)), "")
+        if name := _name_of_line(line, is_whole_video=path.endswith("gt/gt.txt")):
+            yield path, name
+    for path in tree.with_suffix(".json")[:_LOOKED_AT]:
+        if name := _name_of_json(tree, path):
+            yield path, name
+    for path in tree.with_suffix(".xml")[:_LOOKED_AT]:
+        text = "".join(tree.glanced(path, 4000))
+        if "<annotations" in text and ("<image " in text or "<meta>" in text):
+            yield path, "CVAT (<annotations> with an <image> each)"
+    for suffix, name in _SUFFIXES.items():
+        for path in tree.with_suffix(suffix)[:1]:
+            yield path, name
+    masks = [path for path in tree.images if "segmentation" in path.lower()]
+    if masks:
+        yield masks[0], "masks (an image of class colours), without boxes"
+
+
+def _name_of_line(line: str, *, is_whole_video: bool) -> str | None:
+    words, fields = line.split(), [part.strip() for part in line.strip(",").split(",")]
+    if len(words) in (17, 18) and numbers(words[:2]) and not numbers(words[2:3]):
+        return "KITTI tracking (a file per video; frame and track come first)"
+    if len(fields) >= 7 and numbers(fields):
+        if len(fields) == 8 and not is_whole_video:
+            return "VisDrone (x, y, width, height, score, class, truncation, occlusion)"
+        if len(fields) in (7, 8, 9, 10):
+            return "MOT (a file per video; frame and track come first)"
+    corners = numbers(words[1:]) if len(words) == 5 else None
+    if corners and not numbers(words[:1]) and max(corners) > 2:  # beyond YOLO's
+        return "OIDv4 (class name, x1, y1, x2, y2)"
+    return None
+
+
+def _name_of_json(tree: Tree, path: str) -> str | None:
+    if tree.files[path][0] > _MAX_BYTES:
+        return None
+    try:
+        document = json.loads(glance(tree.raw(path)))
+    except ValueError:
+        return None
+    for record in _records(document):
+        for keys, name in _KEYS:
+            if keys <= record.keys():
+                return name
+    return None
+
+
+def _records(document: Any) -> Iterable[dict[str, Any]]:
+    """The object itself, or the first one in a list or a mapping from names."""
+    if isinstance(document, list):
+        yield from (row for row in document[:1] if isinstance(row, dict))
+    elif isinstance(document, dict) and "categories" not in document:
+        yield document
+        first = next(iter(document.values()), None)
+        yield from [first] if isinstance(first, dict) else []
 
 
 def convert_tree(tree: Tree, options: Options, folder: Path) -> Conversion:

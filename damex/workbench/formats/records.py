@@ -26,71 +26,49 @@ Corners = tuple[float, float, float, float]
 
 
 class Box(NamedTuple):
-    """One object as in an annotation file, unchecked.
+    """One object as in an annotation file, unchecked."""
 
-    Attributes:
-        corners: x1, y1, x2, y2 in pixels, or relative if the sample is ``normalised``.
-        place: Origin: a line number, or words such as ``object 2``.
-        crowd: Ignored in evaluation: COCO's iscrowd, VOC's difficult.
-        area: As stated, in square pixels; None for the area of the box.
-    """
-
-    corners: Corners
+    corners: Corners  # x1, y1, x2, y2 in pixels, or relative in a `normalised` sample
     label: str
-    place: int | str
-    crowd: bool = False
-    area: float | None = None
+    place: int | str  # origin: a line number, or words such as "object 2"
+    crowd: bool = False  # ignored in evaluation: COCO's iscrowd, VOC's difficult
+    area: float | None = None  # as stated, in square pixels; None for that of the box
 
 
 @dataclass
 class Sample:
-    """One image and its boxes; paths are relative to the root.
-
-    ``stated_size`` is (width, height); ``normalised`` boxes are relative to it.
-    """
+    """One image and its boxes; paths are relative to the root."""
 
     image: str
     source: str
     boxes: list[Box] = field(default_factory=list)
-    stated_size: tuple[int, int] | None = None
-    normalised: bool = False
+    stated_size: tuple[int, int] | None = None  # width and height
+    normalised: bool = False  # boxes are relative to the size
 
 
 @dataclass
 class Contents:
-    """Everything that a reader found.
-
-    Attributes:
-        splits: Samples by ``train``, ``val``, ``test`` or the name of another list;
-            they may overlap and be incomplete.
-        classes: Class names in the order of the format; None to sort those in use.
-        predicted: Classes of which a detector labeled some objects, and not all.
-    """
+    """Everything that a reader found."""
 
     samples: list[Sample]
+    # By train, val, test or the name of another list; may overlap and be incomplete.
     splits: dict[str, list[Sample]] = field(default_factory=dict)
-    classes: tuple[str, ...] | None = None
+    classes: tuple[str, ...] | None = None  # in the format's order; None to sort them
+    # Classes of which a detector labeled some objects, and not all.
     predicted: set[str] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class Format:
-    """A supported format.
-
-    Attributes:
-        looks_for: Required contents of the folder, for messages.
-        recognise: Returns the evidence in a folder; None if it is not of this format.
-        read: Returns the images, and counts drops.
-        problem: Explains why a folder that is nearly of the format is not recognized.
-        guessed: Whether it is recognized without ``format=``.
-    """
+    """A supported format."""
 
     name: str
-    looks_for: str
-    recognise: Callable[[Tree], str | None]
-    read: Callable[[Tree, Options, Summary], Contents]
+    looks_for: str  # required contents of the folder, for messages
+    recognise: Callable[[Tree], str | None]  # the evidence in a folder, or None
+    read: Callable[[Tree, Options, Summary], Contents]  # it counts drops
+    # Why a folder that is nearly of the format is not recognized.
     problem: Callable[[Tree], str | None] = lambda _: None
-    guessed: bool = True
+    guessed: bool = True  # whether it is recognized without ``format=``
 
 
 def is_set(value: Any, flag: str, place: str, summary: Summary) -> bool:

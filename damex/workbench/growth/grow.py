@@ -49,27 +49,20 @@ AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True)
-class Grown:
-    """A detector with the weights of a checkpoint, extended for new datasets.
+class Changed:
+    """A detector with the weights of a checkpoint, for more or fewer datasets."""
 
-    Attributes:
-        config: Of the training to come, resolved, as are its ``space`` and ``moe``.
-        old: Label space of the checkpoint.
-        sources: For each new dataset group the old one whose experts it copies.
-        similarity: Mean probability of each old group, per compared new group.
-        notes: Warnings about settings that work but are probably unintended.
-        alone_problem: Why ``train_only`` cannot train the new datasets, if so.
-    """
-
-    config: Config
+    config: Config  # resolved, as are its ``space`` and ``moe``
     space: LabelSpace
     state: Mapping[str, Tensor]
-    old: LabelSpace
+    old: LabelSpace  # of the checkpoint
     moe: Mapping[str, Any]
+    notes: tuple[str, ...]  # warnings about what works but is probably unintended
+    # For each new dataset group the old one whose experts it copies.
     sources: Mapping[str, str] = field(default_factory=dict)
+    # Mean probability of each old group, per compared new group.
     similarity: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    alone_problem: str = ""
+    alone_problem: str = ""  # why ``train_only`` cannot train the new datasets, if so
 
     @property
     def new_datasets(self) -> tuple[str, ...]:
@@ -82,26 +75,31 @@ class Grown:
         """Names of the classes that are not in the checkpoint."""
         return tuple(c for c in self.space.classes if c not in self.old.classes)
 
+    def write(self, path: Path, *, with_config: bool = True) -> None:
+        """Write the checkpoint, and its config."""
+        write_checkpoint(
+            path,
+            self.state,
+            config=self.config.pretty_text,
+            with_config=with_config,
+            dataset_meta=self.space.to_metainfo(),
+            moe=dict(self.moe),
+        )
+
 
 def add_datasets(
     stored: DetectorCheckpoint, cfg: Config, *, like: str = AUTO, images: int = 64
-) -> Grown:
+) -> Changed:
     """Extend a trained detector for the new datasets of a mixture.
 
     Old classes, experts and router rows keep their weights. A new dataset group copies
     the experts of the old group that its images resemble: random FFNs would disturb the
     layers behind them, and zero-initialized low-rank maps would leave the dataset to
     the shared FFN, which never served one alone. Rows of new classes are random.
-    ConfigError if the config does not extend the checkpoint, or no dataset is nearest;
-    DataError if images cannot be read.
-
-    Args:
-        stored: The checkpoint.
-        cfg: Config of the training to come, with all old datasets, classes unchanged,
-            and at least one more.
-        like: 'auto', the old dataset whose experts are copied, or 'none' for new
-            experts.
-        images: Maximum number of training images to compare per new dataset.
+    ``like`` may name an old dataset instead, or be 'none' for new experts; ``images``
+    is how many of each new dataset are compared at most. ConfigError if the config does
+    not extend the checkpoint, or no dataset is nearest; DataError if images cannot be
+    read.
     """
     if cfg.get("mixture") is None:
         raise ConfigError(
@@ -129,7 +127,7 @@ def add_datasets(
                 if (key.kind, key.names) == ("groups", (group,)) and copied is not None:
                     state[name][row] = state[name][copied]
     moe, notes = detector.resolved_moe(), tuple(_notes(stored, detector))
-    grown = Grown(cfg, space, state, stored.space, moe, sources, similarity, notes)
+    grown = Changed(cfg, space, state, stored.space, moe, notes, sources, similarity)
     return replace(grown, alone_problem=_alone_problem(detector, grown))
 
 
@@ -155,7 +153,7 @@ def remapped_state(
     return state
 
 
-def _alone_problem(detector: Any, grown: Grown) -> str:
+def _alone_problem(detector: Any, grown: Changed) -> str:
     """Why ``train_only`` would reject the new datasets; freezes the parameters."""
     moe = grown.config["model"].get("moe") or {}
     if moe.get("expert_parallel", 1) > 1:
@@ -344,19 +342,12 @@ def grow(
     cfg = config_of(config, cfg_options)  # first: it registers classes of the user
     stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     grown = add_datasets(stored, cfg, like=like, images=images)
-    write_checkpoint(
-        Path(out),
-        grown.state,
-        config=grown.config.pretty_text,
-        with_config=False,
-        dataset_meta=grown.space.to_metainfo(),
-        moe=dict(grown.moe),
-    )
+    grown.write(Path(out), with_config=False)
     lines = [*_lines(grown, out), *_next_steps(grown, out, config, cfg_options)]
     print(printable("\n".join(lines)))
 
 
-def _lines(grown: Grown, out: str) -> Iterator[str]:
+def _lines(grown: Changed, out: str) -> Iterator[str]:
     """Report lines about the datasets, classes and experts of the new checkpoint."""
     yield f"written: {out}"
     yield (
@@ -377,7 +368,7 @@ def _lines(grown: Grown, out: str) -> Iterator[str]:
 
 
 def _next_steps(
-    grown: Grown, out: str, config: str, options: Sequence[str]
+    grown: Changed, out: str, config: str, options: Sequence[str]
 ) -> Iterator[str]:
     """Training commands for the whole detector and for the new parts alone."""
     words = ["damex", "train", config, "--cfg-options", *options]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +22,23 @@ from damex.engine.console import filter_console
 from damex.engine.rows import RowNames, has_groups, row_keys
 from damex.engine.summary import markdown
 from damex.errors import ConfigError
-from damex.inference.stored import (
-    DetectorCheckpoint,
-    check_target,
-    millions,
-    write_checkpoint,
-)
+from damex.inference.stored import DetectorCheckpoint, check_target, millions
 from damex.inference.trust import check_parts
 from damex.models.insertion import moe_blocks
 from damex.workbench.export.specialist import clamp_max_per_img
-from damex.workbench.growth.grow import build_initialized, mixing_notes, remapped_state
+from damex.workbench.growth.grow import (
+    Changed,
+    build_initialized,
+    mixing_notes,
+    remapped_state,
+)
 
 # Start and folder of the original training, and keys that run code outside registries.
 NOT_KEPT = ("load_from", "resume", "train_only", "work_dir", "launcher", "compile")
 DOWN, UP = "down_EDL", "up_ELD"  # of LowRankExperts
 
 
-@dataclass(frozen=True)
-class Pruned:
-    """A detector with fewer datasets or experts.
-
-    ``notes`` are warnings about changes to the remaining datasets.
-    """
-
-    config: PlainConfig
-    space: LabelSpace
-    state: Mapping[str, Tensor]
-    moe: Mapping[str, Any]
-    notes: tuple[str, ...]
-
-
-def drop_datasets(stored: DetectorCheckpoint, drop: Sequence[str]) -> Pruned:
+def drop_datasets(stored: DetectorCheckpoint, drop: Sequence[str]) -> Changed:
     """Remove datasets, with the classes and experts that no other dataset has.
 
     ConfigError if a dataset is unknown or the last, or others need its experts.
@@ -62,7 +48,7 @@ def drop_datasets(stored: DetectorCheckpoint, drop: Sequence[str]) -> Pruned:
     return _limited(stored, without(stored.space, drop))
 
 
-def merge_groups(stored: DetectorCheckpoint, datasets: Sequence[str]) -> Pruned:
+def merge_groups(stored: DetectorCheckpoint, datasets: Sequence[str]) -> Changed:
     """Merge the groups of ``datasets`` into one with the mean of their experts.
 
     The mean covers all weights, router rows included. Low-rank maps are averaged as
@@ -147,7 +133,7 @@ def _mean_maps(
     return left_NDL * roots_NL[:, None], roots_NL[..., None] * right_NLD
 
 
-def _limited(stored: DetectorCheckpoint, space: LabelSpace) -> Pruned:
+def _limited(stored: DetectorCheckpoint, space: LabelSpace) -> Changed:
     """The detector reduced to a smaller label space."""
     old = stored.build()
     blocks = moe_blocks(old)
@@ -165,7 +151,8 @@ def _limited(stored: DetectorCheckpoint, space: LabelSpace) -> Pruned:
     detector = build_initialized(model)
     state = remapped_state(stored, detector, space)
     notes = (*mixing_notes(detector), *kept_notes(stored))
-    return Pruned(PlainConfig(config), space, state, detector.resolved_moe(), notes)
+    moe = detector.resolved_moe()
+    return Changed(PlainConfig(config), space, state, stored.space, moe, notes)
 
 
 def kept_config(stored: DetectorCheckpoint, space: LabelSpace) -> dict[str, Any]:
@@ -299,15 +286,9 @@ def merge(
         print(_cost(before, after))
 
 
-def _write(pruned: Pruned, stored: DetectorCheckpoint, out: Path, about: str) -> None:
+def _write(pruned: Changed, stored: DetectorCheckpoint, out: Path, about: str) -> None:
     """Write a checkpoint and its config, and print a summary."""
-    write_checkpoint(
-        out,
-        pruned.state,
-        config=pruned.config.pretty_text,
-        dataset_meta=pruned.space.to_metainfo(),
-        moe=dict(pruned.moe),
-    )
+    pruned.write(out)
     print(
         f"written: {out} and {out.with_suffix('.py')}\n{about}\n"
         f"{millions(pruned.state)} million parameters of {millions(stored.state)}"

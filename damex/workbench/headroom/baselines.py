@@ -36,17 +36,11 @@ SPANS = ("begin", "end", "T_max", "step_size", "total_steps", "milestones", "per
 
 @dataclass(frozen=True)
 class JointTraining:
-    """The data of the joint training.
+    """The data of the joint training."""
 
-    Attributes:
-        config: The dense detector, its length in ``train_cfg``.
-        samples_per_epoch: Samples of one epoch over all datasets.
-        shares: Fraction of each dataset in them; sums to 1.
-    """
-
-    config: Config
-    samples_per_epoch: int
-    shares: Mapping[str, float]
+    config: Config  # the dense detector, its length in ``train_cfg``
+    samples_per_epoch: int  # over all datasets
+    shares: Mapping[str, float]  # fraction of each dataset in them; sums to 1
 
 
 @dataclass(frozen=True)

@@ -64,22 +64,16 @@ def write_config(cfg: Config, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Run:
-    """A damex command in a subprocess; finished if it left a summary.
-
-    Attributes:
-        options: ``key=value`` overrides of the config.
-        is_scored: Whether a training needs an evaluation to count as finished, and can
-            be resumed; others are timed.
-        command: ``train`` or ``test``.
-        inputs: Its arguments after the config.
-    """
+    """A damex command in a subprocess; finished if it left a summary."""
 
     config: str
     folder: Path
-    options: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()  # ``key=value`` overrides of the config
+    # Whether a training needs an evaluation to count as finished, and can be resumed;
+    # others are timed.
     is_scored: bool = False
-    command: str = "train"
-    inputs: tuple[str, ...] = ()
+    command: str = "train"  # or ``test``
+    inputs: tuple[str, ...] = ()  # arguments of the command after the config
 
     @property
     def log(self) -> Path:
@@ -145,14 +139,11 @@ def training_run(config: Path, seed: int) -> Run:
 
 
 def fit_to_job(cfg: Config, *, amp: bool) -> str:
-    """Adapt a training to a single GPU, in place; without a GPU nothing changes.
+    """Adapt a training to a single GPU, in place; return a note, or "" for no change.
 
     The learning rate is scaled from the batch that it is meant for, if the config has
     ``auto_scale_lr.base_batch_size``, to the batch of one process. ConfigError if `amp`
     is set without a GPU.
-
-    Returns:
-        A note about the learning rate, empty if it stays.
     """
     if amp:
         use_amp(cfg)

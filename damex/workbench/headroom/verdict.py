@@ -82,13 +82,8 @@ def paired_difference(
 
     Seeds that are easy or hard for both cancel, so that the interval is narrower than
     the two spreads suggest. It assumes normally distributed differences and covers
-    training noise only: all seeds share one split of the data.
-
-    Args:
-        values: One per seed; None if a run has not finished, or the method is missing.
-        base: The baseline, in the same order of seeds.
-        comparisons: Number of intervals that hold jointly at 95%, each at 1 - 0.05 /
-            comparisons (Bonferroni).
+    training noise only: all seeds share one split of the data. As many intervals as
+    ``comparisons`` hold jointly at 95%, each at 1 - 0.05 / comparisons (Bonferroni).
     """
     if values is None or base is None:
         return None
@@ -108,26 +103,16 @@ def paired_difference(
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether there is any headroom for experts.
+    """Whether there is any headroom for experts."""
 
-    Attributes:
-        answer: ``yes``; ``no``; or ``undecided`` if a difference is large, or its
-            uncorrected interval above 0.
-        is_guess: Whether there is a single seed, and so no interval.
-        reference: The better one of ``dense`` and ``dense_lr2``.
-        above: Baselines above it.
-        open: Baselines that more seeds might show to be above it.
-        differences: Mean AP of each baseline minus that of the reference.
-        learning_speed: Gain of twice the learning rate alone; None if not measured.
-    """
-
+    # ``undecided`` if a difference is large, or its uncorrected interval above 0.
     answer: str
-    is_guess: bool
-    reference: str
-    above: tuple[str, ...]
-    open: tuple[str, ...]
-    differences: Mapping[str, Difference]
-    learning_speed: Difference | None
+    is_guess: bool  # there is a single seed, and so no interval
+    reference: str  # the better one of ``dense`` and ``dense_lr2``
+    above: tuple[str, ...]  # baselines above it
+    open: tuple[str, ...]  # baselines that more seeds might show to be above it
+    differences: Mapping[str, Difference]  # mean AP of each minus that of the reference
+    learning_speed: Difference | None  # gain of twice the learning rate alone
 
     def __str__(self) -> str:
         guess = GUESS if self.is_guess else ""

@@ -97,12 +97,8 @@ def draw(
     """Draw layers, first to last, as a sprite (h, w, 4) without empty border.
 
     Drawn at four times the size and averaged down: soft edges and exact coverage.
-
-    Args:
-        layers: For example of ``SHAPES``.
-        color: The colour of layers with a brightness.
-        size: Side in pixels of the square around the unit disc.
-        angle: Clockwise rotation in radians.
+    ``color`` is that of layers with a brightness, ``size`` the side in pixels of the
+    square around the unit disc, and ``angle`` a clockwise rotation in radians.
     """
     side = size * _OVERSAMPLING
     paints = [
@@ -166,11 +162,6 @@ def trim(sprite: np.ndarray) -> np.ndarray:
     """Cut away the empty border of a sprite."""
     x, y, width, height = _extent(sprite[:, :, 3] > 0)
     return sprite[y : y + height, x : x + width]
-
-
-def flat(size_hw: tuple[int, ...], color: Color) -> np.ndarray:
-    """Return one colour everywhere, shape (H, W, 3)."""
-    return np.broadcast_to(np.array(color), (*size_hw, 3)).copy()
 
 
 def clouds(
