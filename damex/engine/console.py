@@ -177,6 +177,7 @@ UPSTREAM_MESSAGES = (
     '"HardDiskBackend" is the alias',
     "is skipped since its requires_grad=False",  # a line for each frozen parameter
     "Resumed iteration number is not divisible",  # see AccumulationHook
+    "metainfo from the resumed checkpoint is different",  # see check_label_space
 )
 UPSTREAM_WARNINGS = (
     r"torch\.meshgrid: in an upcoming release",

@@ -33,6 +33,9 @@ class EarlyStoppingHook(MMEngineEarlyStoppingHook):
         super().__init__(monitor, *args, min_delta=min_delta, **kwargs)
         self._iteration = -1  # of the last evaluation that was counted
 
+    def before_run(self, runner: Runner) -> None:
+        """Do nothing: mmengine's builds the training loop, for an evaluation, too."""
+
     def before_train(self, runner: Runner) -> None:
         """Continue to count where a resumed training was; it may be over."""
         if not runner._resume or self._key not in runner.message_hub.runtime_info:

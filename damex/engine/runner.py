@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import platform
 import sys
@@ -234,13 +235,13 @@ class MixtureRunner(Runner):
 
     def val(self) -> dict:
         """Evaluate on the validation data; see mmengine."""
-        self.evaluates = True
+        self.evaluates, self._resume = True, False
         with orderly_end(self):
             return super().val()
 
     def test(self) -> dict:
         """Evaluate on the test data; ConfigError if sharding does not allow it."""
-        self.evaluates = True
+        self.evaluates, self._resume = True, False
         with orderly_end(self):
             check_sharding(self, "test_dataloader")
             return super().test()
@@ -315,8 +316,11 @@ class MixtureRunner(Runner):
         written = self.written_config
         is_kept = self.evaluates and written.exists()
         if self.has_begun and self.rank == 0 and not is_kept:
+            cfg = copy.deepcopy(self.cfg)
+            if self._resume:  # what --resume sets is of this run alone
+                cfg.merge_from_dict(dict(resume=False, load_from=None))
             with atomic_write(written) as part:
-                self.cfg.dump(part)
+                cfg.dump(part)
 
     @property
     def written_config(self) -> Path:

@@ -223,7 +223,7 @@ class MoETransformersDetector(RoutedDetector, TransformersDetector):
         name = model.pop("name", None)
         if name is not None:
             model["config"] = read_config(name)
-            if cfg.get("load_from") is None:
+            if cfg.get("load_from") is None and not cfg.get("resume"):
                 cfg["load_from"] = f"{PREFIX}{name}"
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> InsertionReport:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from damex.errors import ConfigError
 from damex.models.blocks import MoEBlock
 from damex.models.build import build_layer
-from damex.models.config import MoEConfig
+from damex.models.config import BlockConfig, MoEConfig
 from damex.models.context import RoutingContext
 from damex.models.insertion import INSERTERS, report_row
 from damex.models.sites import chosen_stages
@@ -76,8 +76,8 @@ def insert_patch_convs(
             f"moe.experts has the type {kind!r}, which replaces convolutions; set "
             f"moe.layers=dict(backbone=[3]) or 'last', got {config.layers.chosen}."
         )
-    for field in ("shared_expert", "upcycling"):
-        if getattr(config, field) is not None:
+    for field in ("shared_expert", "upcycling", "block"):
+        if getattr(config, field) not in (None, BlockConfig()):
             raise ConfigError(
                 f"moe.{field} is for FFNs and cannot be combined with {kind!r}, whose "
                 "experts are parts of a convolution; leave it out."

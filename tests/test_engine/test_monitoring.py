@@ -53,6 +53,10 @@ def test_patience_goes_on_in_a_resumed_run():
     assert not longer.train_loop.stop_training
 
 
+def test_an_evaluation_builds_no_training_loop():
+    early_stopping().before_run(None)
+
+
 def test_a_goal_that_was_reached_ends_a_resumed_run():
     hook, runner = early_stopping(stopping_threshold=0.6), StubRunner("goal")
     assert evaluate(hook, runner, 6, 0.7)

@@ -265,7 +265,8 @@ def test_a_folder_in_use_is_left_alone(write_config, tmp_path, monkeypatch, last
 def test_an_evaluation_leaves_the_config_of_the_training(
     write_config, tmp_path, last_line
 ):
-    config = write_config(extra=SMALL + "train_cfg.update(max_epochs=1)")
+    scored = "train_cfg.update(max_epochs=1, val_begin=1); default_hooks.clear()"
+    config = write_config(extra=SMALL + scored)
     assert last_line("train", config)[0] == 0
     written = tmp_path / "work" / "config.py"
     before = written.read_text()
@@ -280,6 +281,10 @@ def test_an_evaluation_leaves_the_config_of_the_training(
     options = ("--cfg-options", "test_dataloader.batch_size=3")
     assert last_line("test", config, checkpoint, *options)[0] == 0
     assert written.read_text() == before
+    assert last_line("train", config, "--resume", checkpoint)[0] == 0
+    assert written.read_text() == before  # which starts a training from nothing
+    (best,) = written.parent.glob("best_*.pth")  # has no optimizer to resume
+    assert last_line("test", written, best, "--cfg-options", "resume=True")[0] == 0
 
 
 @HOOKS.register_module()

@@ -64,6 +64,9 @@ def test_a_name_becomes_the_config_and_the_weights(completed, folder, family):
     assert model.config.model_type == family.split()[0]
     assert model.config.decoder_layers == 2
     assert "id2label" not in model.config
+    resumed = dict(model=dict(name=str(folder)), resume=True)
+    MODELS.get("MoETransformersDetector").complete(resumed)
+    assert "load_from" not in resumed  # its own last checkpoint
     text = PlainConfig.of(completed).pretty_text
     again = Config.fromstring(text, ".py")
     assert again.model.config == model.config

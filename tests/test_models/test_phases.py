@@ -269,6 +269,7 @@ MISTAKES = [
     (UPCYCLED, FINE, "moe.upcycling and moe.fine_grained cannot"),
     (UPCYCLED, dict(shared_expert=dict(type="SharedExpert")), "shared_expert cannot"),
     (UPCYCLED, PATCHES, "moe.upcycling is for FFNs"),
+    (PATCHES, dict(block=dict(norm="pre")), "moe.block is for FFNs"),
 ]
 
 
