@@ -123,6 +123,16 @@ def test_three_datasets_of_one_kind_get_one_name(images):
     assert all("group='a+b+c'" in one.message for one in found)
 
 
+def test_images_of_16_bits_do_not_all_look_white(tmp_path):
+    looks = []
+    for number in (1, 2):
+        with Image.open(draw(tmp_path, number, bright=True)) as image:
+            deep = np.asarray(image.convert("L")).astype(np.uint16) * 20 + 20_000
+        Image.fromarray(deep).save(tmp_path / "deep.png")
+        looks.append(look_of(tmp_path / "deep.png"))
+    assert np.abs(looks[0] - looks[1]).max() > 0.1
+
+
 def test_a_file_that_breaks_the_reader_is_skipped(images, monkeypatch):
     def look(path):
         if path == images["a"][0]:

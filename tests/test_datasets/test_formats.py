@@ -246,6 +246,7 @@ def test_odd_names_come_through(tmp_path, write_image, read, kind, monkeypatch):
         ("a.txt", "cat .5 .5 .2 .2", "a YOLO label begins with the number of its"),
         ("a.txt", f"car {'1 ' * 12} x 1", "has a class and then numbers, not 'x'"),
         ("a.txt", "1 1 5 1 5 5 1 plane 0", "9 columns, but YOLO has 5 (class number, "),
+        ("a.txt", "1 1 5 1 5 5 1 5 small car", "a.txt:1: '1 1 5 1 5 5 1 5 small car'"),
         ("a.json", '{"images": [], "anno', "a.json is not a JSON file (Unterminated"),
         ("a.json", '{"images": [], "annotations": []}', "a.json has no list 'categor"),
         ("a.json", '[{"score": 0.5}]', "a.json is a list of detections, not ground"),
@@ -393,6 +394,13 @@ def test_coco_is_found_among_many_other_files(folder, read):
     others = {f"meta/{number}.json": {"by": number} for number in range(60)}
     found = read(folder("a.png", {"labels.json": ANT, **others}), val_share=0.0)
     assert sides(found) == {"train": {"a.png"}}
+
+
+def test_folders_split_the_images_of_one_file(folder, read):
+    rows = ["filename,class,xmin,ymin,xmax,ymax"]
+    rows += [f"{name},ant,1,2,9,8" for name in ("train/0.png", "val/1.png")]
+    found = read(folder("train/0.png val/1.png", {"a.csv": "\n".join(rows)}))
+    assert sides(found) == {"train": {"0.png"}, "val": {"1.png"}}
 
 
 def test_the_split_of_a_row_tells_equal_names_apart(folder, read):

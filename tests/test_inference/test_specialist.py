@@ -69,7 +69,7 @@ def test_the_specialist_equals_the_mixture_that_is_told(save, photos, tmp_path, 
     ("options", "dataset"),
     [
         ({}, "sky"),  # 50 queries and 1 class: 50 detections, not the mixture's 100
-        (dict(moe=False), "park"),
+        (dict(moe=False, image_balance=0.5), "park"),
         (dict(base="moe-dino-mini_efficientnet-lite0"), "park"),
     ],
     ids=["one class", "dense", "timm"],

@@ -23,6 +23,7 @@ from damex.datasets.coco_checks import check_coco
 from damex.datasets.coco_schema import Expectations
 from damex.datasets.findings import Finding, Location
 from damex.datasets.image_files import ImageRecord, images_of_any_size
+from damex.datasets.pixels import read_pixels
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.workbench.check.sources import image_records, read_source, sources_of
 
@@ -53,7 +54,9 @@ def look_of(path: Path) -> np.ndarray:
     """Colors, contrasts and directions of edges of an image file (F)."""
     with Image.open(path) as image:
         image.draft("RGB", (SIDE, SIDE))
-        small = image.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
+        is_deep = image.mode[0] in "IF"  # convert would cut off what is above 255
+        whole = Image.fromarray(read_pixels(path).image) if is_deep else image
+        small = whole.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
     pixels_HWC = np.asarray(small, np.float32) / 255
     cell = SIDE // CELLS
     blocks = pixels_HWC.reshape(CELLS, cell, CELLS, cell, 3)

@@ -326,7 +326,7 @@ def write_page(
         )
     values = dict(datasets=parts, thresholds=thresholds)
     page = render_page("damex.workbench.complete", **values)
-    write_text(folder / "index.html", page)
+    write_text(folder / "index.html", printable(page))
 
 
 def _doubt(labels: Sequence[Label], limits: Mapping[str, float]) -> float:

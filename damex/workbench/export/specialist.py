@@ -25,7 +25,7 @@ from damex.models.sites import COMPONENTS
 from damex.models.timm_backbone import TimmBackbone
 from damex.workbench.export.dense_experts import dense_ffn, pad_hidden, reject
 
-OF_DAMEX = ("moe", "num_groups", "label_coverage", *DATASET_OPTIONS)
+OF_DAMEX = ("moe", "num_groups", "label_coverage", "image_balance", *DATASET_OPTIONS)
 TIMM_KEYS = "backbone.net."  # of TimmBackbone in a state dict
 PACKAGES = ("mmdet", "mmcv", "mmengine", "torch", "timm")  # of an exported detector
 TIMM = "timm.create_model"  # mmengine imports and calls a type with a dot

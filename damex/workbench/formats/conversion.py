@@ -49,7 +49,7 @@ FORMATS: tuple[Format, ...] = (
     KITTI_DETECTIONS,
 )
 # Part of the names of conversions: another one makes all of them anew.
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 _SUMMARY_FILE = "summary.json"
 _DIGITS = 6  # decimals of a pixel
 # Of formats that are not read, and named in messages.

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from xml.etree import ElementTree
 
+from damex.datasets.coco_schema import flag_of
 from damex.datasets.entries import Options, Summary
 from damex.datasets.image_files import IMAGE_SUFFIXES
 from damex.errors import DataError
@@ -139,7 +140,7 @@ def kind_of_line(line: str) -> str | None:
     if len(words) in (15, 16) and numbers(words[1:]) and not numbers(words[:1]):
         return "kitti"
     if len(words) in (9, 10) and numbers(words[:8]) and not numbers(words[8:9]):
-        return "dota"
+        return "dota" if len(words) == 9 or flag_of(words[9]) is not None else None
     if re.fullmatch(r"\d+(\.0+)?", words[0]) and is_yolo_shape(words):
         values = numbers(words[1:])
         if values and all(map(is_share, values)):
@@ -327,7 +328,7 @@ def _splits(
         if "ImageSets" not in parts or parts[-1] not in ("ImageSets", "Main"):
             continue
         names = list(tree.numbered(path))
-        if all(re.search(r"\s(-1|0|1)$", name) for _, name in names):
+        if all(re.search(r"\s(-1|0|1)$", n) and n not in by_stem for _, n in names):
             continue  # also an empty one
         base = "".join(f"{part}/" for part in parts[: parts.index("ImageSets")])
         split = split_name(stem(path)) or stem(path)

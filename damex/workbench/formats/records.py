@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from damex.datasets.coco_schema import flag_of
 from damex.datasets.entries import SPLITS, Options, Summary
 from damex.errors import ConfigError, did_you_mean
-from damex.workbench.formats.tree import Tree, some, stem
+from damex.workbench.formats.tree import Tree, parent, some, stem
 
 DEFAULT_VAL_SHARE = 0.1
 _HASHED_BYTES = 1 << 16
@@ -100,7 +100,7 @@ def choose_splits(
     Without validation images, some of ``train`` are chosen by a hash of their content.
     ConfigError if a named split is missing, or ``val_share`` contradicts.
     """
-    found = contents.splits or {"train": contents.samples}
+    found = contents.splits or _by_folder(tree, contents.samples)
     chosen: dict[str, list[Sample]] = {}
     for split in SPLITS:
         names = getattr(options, split)
@@ -131,6 +131,17 @@ def choose_splits(
         chosen["train"], val = _by_content(tree, chosen["train"], share, summary)
         chosen["val"] = val
     return {split: chosen[split] for split in SPLITS if chosen.get(split)}
+
+
+def _by_folder(tree: Tree, samples: list[Sample]) -> dict[str, list[Sample]]:
+    """Images that one file lists, by their folders, if each is in that of a split."""
+    found: dict[str | None, list[Sample]] = {}
+    for sample in samples:
+        split = tree.split_of_folder(parent(sample.image))
+        found.setdefault(split, []).append(sample)
+    named = {key: rows for key, rows in found.items() if key is not None}
+    is_split = len(named) == len(found) and "train" in named
+    return named if is_split else {"train": samples}
 
 
 def _count_unused(
