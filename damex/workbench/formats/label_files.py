@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from xml.etree import ElementTree
 
-from damex.datasets.coco_schema import flag_of
 from damex.datasets.entries import Options, Summary
 from damex.datasets.image_files import IMAGE_SUFFIXES
 from damex.errors import DataError
@@ -140,7 +139,7 @@ def kind_of_line(line: str) -> str | None:
     if len(words) in (15, 16) and numbers(words[1:]) and not numbers(words[:1]):
         return "kitti"
     if len(words) in (9, 10) and numbers(words[:8]) and not numbers(words[8:9]):
-        return "dota" if len(words) == 9 or flag_of(words[9]) is not None else None
+        return "dota"
     if re.fullmatch(r"\d+(\.0+)?", words[0]) and is_yolo_shape(words):
         values = numbers(words[1:])
         if values and all(map(is_share, values)):
