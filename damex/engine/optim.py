@@ -237,8 +237,7 @@ def resolve_fractions(scheduler: Any, *, epochs: int, iters: int) -> Any:
             found[key] = math.ceil(found[key] * length)
     if "milestones" in found:
         found["milestones"] = [
-            # One at the end of the training would be none.
-            min(round(stone * length), max(length - 1, 1)) if 0 < stone < 1 else stone
+            round(stone * length) if 0 < stone < 1 else stone
             for stone in found["milestones"]
         ]
     return found

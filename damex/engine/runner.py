@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import platform
 import sys
@@ -226,6 +225,7 @@ class MixtureRunner(Runner):
             DataError: If the data are unsound.
             KeyboardInterrupt: On Ctrl-C and SIGTERM, with a line for the user.
         """
+        self.evaluates = False
         with orderly_end(self):
             if in_use := on_first(self.folder.lock):
                 raise ConfigError(in_use)
@@ -235,13 +235,13 @@ class MixtureRunner(Runner):
 
     def val(self) -> dict:
         """Evaluate on the validation data; see mmengine."""
-        self.evaluates, self._resume = True, False
+        self.evaluates = True
         with orderly_end(self):
             return super().val()
 
     def test(self) -> dict:
         """Evaluate on the test data; ConfigError if sharding does not allow it."""
-        self.evaluates, self._resume = True, False
+        self.evaluates = True
         with orderly_end(self):
             check_sharding(self, "test_dataloader")
             return super().test()
@@ -297,7 +297,11 @@ class MixtureRunner(Runner):
             super().load_or_resume()
         else:
             with whole_experts(self):
-                super().load_or_resume()
+                if self._resume and self.evaluates:  # weights alone, as best_*.pth has
+                    self.load_checkpoint(self._load_from)
+                    self._has_loaded = False  # a training still resumes
+                else:
+                    super().load_or_resume()
         if is_fully_sharded(self) and not isinstance(self.model, FSDPModule):
             shard_fully(self.model, optimizer_of(self.optim_wrapper))
         if self._resume and not self.evaluates:
@@ -316,11 +320,8 @@ class MixtureRunner(Runner):
         written = self.written_config
         is_kept = self.evaluates and written.exists()
         if self.has_begun and self.rank == 0 and not is_kept:
-            cfg = copy.deepcopy(self.cfg)
-            if self._resume:  # what --resume sets is of this run alone
-                cfg.merge_from_dict(dict(resume=False, load_from=None))
             with atomic_write(written) as part:
-                cfg.dump(part)
+                self.cfg.dump(part)
 
     @property
     def written_config(self) -> Path:
@@ -378,7 +379,7 @@ class MixtureRunner(Runner):
             notes += [upcycling_note(model, state)]
         else:
             notes += [check_fit(checkpoint, model, space, path=filename)]
-            if self._resume:
+            if self._resume and not self.evaluates:
                 check_resumable(
                     checkpoint,
                     self.optim_wrapper,

@@ -398,8 +398,10 @@ def test_coco_is_found_among_many_other_files(folder, read):
 def test_folders_split_the_images_of_one_file(folder, read):
     rows = ["filename,class,xmin,ymin,xmax,ymax"]
     rows += [f"{name},ant,1,2,9,8" for name in ("train/0.png", "val/1.png")]
-    found = read(folder("train/0.png val/1.png", {"a.csv": "\n".join(rows)}))
-    assert sides(found) == {"train": {"0.png"}, "val": {"1.png"}}
+    root = folder("train/0.png val/1.png", {"a.csv": "\n".join(rows)})
+    assert sides(read(root)) == {"train": {"0.png"}, "val": {"1.png"}}
+    found = read(root, test=("val",), val_share=0.0)  # the entry decides
+    assert sides(found) == {"train": {"0.png"}, "test": {"1.png"}}
 
 
 def test_the_split_of_a_row_tells_equal_names_apart(folder, read):

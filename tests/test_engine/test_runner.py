@@ -140,8 +140,6 @@ def test_points_in_time_below_1_are_shares_of_the_training():
     steps = dict(type="MultiStepLR", by_epoch=False, milestones=[11 / 12, 1000])
     (found,) = resolve_fractions([dict(steps, begin=0.3, end=0.95)], **size)
     assert found == dict(steps, milestones=[66, 1000], begin=22, end=69)
-    (found,) = resolve_fractions([dict(type="S", milestones=[0.9])], epochs=4, iters=9)
-    assert found["milestones"] == [3]  # the last epoch's, not after it
     several = dict(detector=dict(type="LinearLR", begin=0.5, end=9))
     assert resolve_fractions(several, **size)["detector"]["begin"] == 6
 

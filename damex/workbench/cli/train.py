@@ -80,11 +80,10 @@ def train(
         use_amp(cfg)
     if auto_scale_lr:
         _scale_lr(cfg)
-    if resume is not None:
-        cfg.resume = True
-        cfg.load_from = resume[0] if resume else None
     add_data_check(cfg)
     runner = build_runner(cfg)
+    if resume is not None:  # of this run alone: the written config has no trace of it
+        runner._resume, runner._load_from = True, resume[0] if resume else None
     _print_classes(runner, data)
     runner.train()
 

@@ -100,7 +100,9 @@ def choose_splits(
     Without validation images, some of ``train`` are chosen by a hash of their content.
     ConfigError if a named split is missing, or ``val_share`` contradicts.
     """
-    found = contents.splits or _by_folder(tree, contents.samples)
+    found = contents.splits or {"train": contents.samples}
+    if not contents.splits and not any(getattr(options, one) for one in SPLITS):
+        found = _by_folder(tree, contents.samples)
     chosen: dict[str, list[Sample]] = {}
     for split in SPLITS:
         names = getattr(options, split)
