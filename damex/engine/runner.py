@@ -96,6 +96,7 @@ class MixtureRunner(Runner):
     _train_loop: Any
     _val_loop: Any
     _load_from: Any
+    _has_loaded: bool
     _kept_rows: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(self, model: Any, work_dir: str, **kwargs: Any) -> None:
