@@ -276,8 +276,7 @@ class MixtureRunner(Runner):
         if averages and detector is not None and detector.upcycling is not None:
             raise ConfigError(
                 "moe.upcycling and EMAHook cannot be combined: averages would mix "
-                "experts with the FFNs from which they were copied; leave one of "
-                "them out."
+                "experts with the FFNs from which they were copied; leave one out."
             )
         for hook in self.hooks:
             if hasattr(hook, "before_loading"):  # call_hook would hide where errors are
