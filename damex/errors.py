@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import numbers
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 
 
@@ -50,6 +50,14 @@ def did_you_mean(name: object, known: Iterable[str], *, limit: int = 20) -> str:
     start = f"did you mean {lowered[near[0]]!r}? It" if near else "it"
     shown = ", ".join(names[:limit]) + (", ..." if len(names) > limit else "")
     return f"{start} has: {shown or 'nothing'}."
+
+
+def check_known(
+    name: object, known: Collection[str], words: str, *, limit: int = 20
+) -> None:
+    """Raise ConfigError with `words` and a suggestion unless a name is known."""
+    if name not in known:
+        raise ConfigError(f"{words}; {did_you_mean(name, known, limit=limit)}")
 
 
 RANGES: Mapping[str, Callable[[float], bool]] = MappingProxyType(

@@ -9,7 +9,6 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from threading import RLock
 from types import MappingProxyType
@@ -82,18 +81,15 @@ def turn_box(
 ) -> tuple[float, float, float, float]:
     """Move x1, y1, x2, y2 from stored to shown pixels; swapped corners stay swapped."""
     x1, y1, x2, y2 = corners
-    w, h = header.size
-    # EXIF 2.32, tag 0x0112: 5 to 8 swap rows and columns; 6 is shown turned clockwise.
-    return {
-        1: corners,
-        2: (w - x2, y1, w - x1, y2),
-        3: (w - x2, h - y2, w - x1, h - y1),
-        4: (x1, h - y2, x2, h - y1),
-        5: (y1, x1, y2, x2),
-        6: (h - y2, x1, h - y1, x2),
-        7: (h - y2, w - x2, h - y1, w - x1),
-        8: (y1, w - x2, y2, w - x1),
-    }[header.orientation]
+    w, h = header.shown
+    # EXIF 2.32, tag 0x0112, as pixels are turned.
+    if header.orientation >= 5:
+        x1, y1, x2, y2 = y1, x1, y2, x2
+    if header.orientation in (2, 3, 6, 7):
+        x1, x2 = w - x2, w - x1
+    if header.orientation in (3, 4, 7, 8):
+        y1, y2 = h - y2, h - y1
+    return x1, y1, x2, y2
 
 
 def same_size(one: Size, other: Size) -> bool:
@@ -154,9 +150,9 @@ class ImageRecord(NamedTuple):
         level = "warning" if level == "error" and not self.is_used else level
         source = f"{self.record} of {self.location.file}"
         message = f"the {self.split} image {self.path} {text} ({source})"
-        found = self.location.finding(kind, self.record, "", level=level)
-        name = f"dataset {self.location.dataset!r}"
-        return replace(found, file=str(self.path), message=f"{name}: {message}")
+        dataset, file = self.location.dataset, str(self.path)
+        message = f"dataset {dataset!r}: {message}"
+        return Finding(level, kind, dataset, file, self.record, message)
 
 
 class ImageInfo(NamedTuple):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from damex.datasets.spec import DatasetSpec
-from damex.errors import ConfigError, DataError, did_you_mean
+from damex.errors import ConfigError, DataError, check_known, did_you_mean
 from damex.files import read_text
 
 LABEL_SPACE_MODES = ("union", "partitioned")
@@ -140,8 +140,8 @@ class LabelFile:
             (renamed, f"dataset {dataset!r}: rename names the class"),
             (listed, f"{self.where}: dataset {dataset!r} has no class"),
         ):
-            for name in [name for name in names if name not in own]:
-                raise ConfigError(f"{what} {name!r}; {did_you_mean(name, own)}")
+            for name in names:
+                check_known(name, own, f"{what} {name!r}")
         for name in [name for name in listed if name in renamed]:
             raise ConfigError(
                 f"{self.where} lists the class {name!r} of dataset {dataset!r}, which "
@@ -319,11 +319,8 @@ class LabelSpace:
 
     def dataset_id(self, name: str) -> int:
         """Index of a dataset; ConfigError if it is unknown."""
-        if name not in self.dataset_names:
-            raise ConfigError(
-                f"the mixture has no dataset {name!r}; "
-                f"{did_you_mean(name, self.dataset_names)}"
-            )
+        words = f"the mixture has no dataset {name!r}"
+        check_known(name, self.dataset_names, words)
         return self.dataset_names.index(name)
 
     def group_id(self, dataset_id: int) -> int:
@@ -332,13 +329,13 @@ class LabelSpace:
 
     def local_to_global(self, dataset_id: int, own: Sequence[str]) -> list[int]:
         """Mixture labels of a dataset's classes; ConfigError for an unknown class."""
-        mapping = self.dataset_classes[dataset_id]
+        mapping, place = (
+            self.dataset_classes[dataset_id],
+            self.dataset_names[dataset_id],
+        )
         for name in own:
-            if name not in mapping:
-                raise ConfigError(
-                    f"dataset {self.dataset_names[dataset_id]!r}: class {name!r} is "
-                    f"not in the label space; {did_you_mean(name, mapping)}"
-                )
+            words = f"dataset {place!r}: class {name!r} is not in the label space"
+            check_known(name, mapping, words)
         return [self.classes.index(mapping[name]) for name in own]
 
     def valid_labels(self, dataset_id: int) -> list[int]:

@@ -110,12 +110,6 @@ class MixtureSampler(Sampler[SeededIndex]):
             )
         print_log(self.describe(), logger="current", level=logging.INFO)
 
-    @property
-    def per_rank(self) -> int:
-        """Samples per epoch and process."""
-        group = self.world_size * self._unit
-        return self._unit * math.ceil(self.total / group)
-
     def describe(self) -> str:
         """Composition of one epoch, a line per dataset."""
         passes = self.passes(self.total).items()
@@ -143,12 +137,14 @@ class MixtureSampler(Sampler[SeededIndex]):
         """
         if self._left is not None:
             return
-        epochs, self._skipped = divmod(self._skipped + num_samples, self.per_rank)
+        epochs, self._skipped = divmod(self._skipped + num_samples, len(self))
         # mmengine's loop counts epochs from 0 after skipping.
         self._first_epoch += epochs
 
     def __len__(self) -> int:
-        return self.per_rank
+        """Samples per epoch and process."""
+        group = self.world_size * self._unit
+        return self._unit * math.ceil(self.total / group)
 
     def __iter__(self) -> Iterator[SeededIndex]:
         start, self._skipped = self._skipped, 0

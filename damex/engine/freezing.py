@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from damex.datasets.label_space import LabelSpace
 from damex.engine.hooks import bare_model
 from damex.engine.rows import RowNames, check_declared, has_groups, row_keys
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError, check_known
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
 from damex.moe import TopKGate
@@ -95,11 +95,8 @@ def _check(model: Any, space: LabelSpace | None, datasets: Any) -> LabelSpace:
             "(model.type='MoEDINO'); leave it out."
         )
     for name in map(str, datasets):
-        if name not in space.dataset_names:
-            raise ConfigError(
-                f"train_only: the mixture has no dataset {name!r}; "
-                f"{did_you_mean(name, space.dataset_names)}"
-            )
+        words = f"train_only: the mixture has no dataset {name!r}"
+        check_known(name, space.dataset_names, words)
     if model.trains_in_stages or any(b.moe.shards for b in moe_blocks(model)):
         raise ConfigError(
             "train_only cannot be combined with moe.router_warmup, moe.upcycling or "

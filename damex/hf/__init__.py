@@ -1,3 +1,3 @@
 """Detectors of Hugging Face's Transformers, in mmdet's registry."""
 
-from damex.hf import detector, weights  # noqa: F401 - both register what they have
+from damex.hf import detector  # noqa: F401 - registers what it has

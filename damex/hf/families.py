@@ -1,23 +1,29 @@
-"""Families of Transformers detectors: their configs, and models from them.
+"""Families of Transformers detectors: their configs, models from them, and weights.
 
 A family is here once the tests have proven it; others are refused by name. Transformers
 is imported when a detector is built, since damex does not need it otherwise.
+
+Weights (``load_from="hf://..."``, a folder or a name on the hub) become a checkpoint of
+a :class:`MoETransformersDetector`, with the names of their classes, so that classes
+load by name as from any other checkpoint.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
+from mmengine.runner import CheckpointLoader
 from torch import nn
 
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError, DataError, check_known
 from damex.hf.layouts import DeformableEncoder, HybridEncoder, WindowedBackbone
 from damex.models.timm_backbone import TimmBackbone, create_features
 
+PREFIX = "hf://"
 LOSSES = "transformers.loss.loss_"
 # By ``model_type``.
 FAMILIES: Mapping[str, HybridEncoder | WindowedBackbone] = MappingProxyType(
@@ -223,14 +229,11 @@ def _arguments(config: Mapping[str, Any], kind: Any, where: str) -> dict[str, An
 
     mmengine's dicts and tuples become plain ones.
     """
-    known = {*kind().to_dict(), "backbone_config", "out_features", "out_indices"}
+    more = {"backbone_config", "out_features", "out_indices"}
+    known = sorted({*kind().to_dict(), *more})
     found = {key: value for key, value in config.items() if key not in LEFT_OUT}
     for key in found:
-        if key not in known:
-            raise ConfigError(
-                f"{where}.{key} is unknown to {kind.__name__}; "
-                f"{did_you_mean(key, sorted(known))}"
-            )
+        check_known(key, known, f"{where}.{key} is unknown to {kind.__name__}")
     return {k: list(v) if isinstance(v, tuple) else v for k, v in found.items()}
 
 
@@ -243,3 +246,72 @@ def _set_values(values: Mapping[str, Any], kind: Any) -> dict[str, Any]:
         if key not in LEFT_OUT and key in usual and value != usual[key]
         if not isinstance(value, Mapping)
     }
+
+
+def read_config(name: str) -> dict[str, Any]:
+    """Read the config of a folder, or of a name on the hub, as plain values.
+
+    Raises:
+        DataError: If it cannot be read.
+        ConfigError: If damex does not support its family.
+    """
+    return _read(lambda one, **_: plain_config(_values_of(one)), name)
+
+
+def load_from_transformers(path: str, map_location: Any = None) -> dict[str, Any]:
+    """Load ``hf://NAME``, a folder or a name on the hub, as a checkpoint of damex.
+
+    Weights are read from safetensors, never from pickles, and converted from the names
+    of older versions by Transformers. Of the config, only plain values are used: others
+    could name kernels or repositories to fetch.
+
+    Raises:
+        DataError: If the files cannot be read, or weights are missing.
+        ConfigError: If damex does not support the family.
+    """
+    name = path.removeprefix(PREFIX)
+    plain = read_config(name)  # says in one line that a family is not supported
+    names = _values_of(name).get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
+    labels = {int(number): str(label) for number, label in names.items()}
+    classes = tuple(labels.get(n, f"LABEL_{n}") for n in range(len(labels)))
+    model, report = _read(
+        transformers().AutoModelForObjectDetection.from_pretrained,
+        name,
+        config=full_config(plain, len(classes)),
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    missing = {m for m in report["missing_keys"] if not m.endswith("_batches_tracked")}
+    if missing:
+        raise DataError(
+            f"{name}: {len(missing)} weights are missing, such as {min(missing)}; "
+            "fetch the folder again."
+        )
+    FAMILIES[model.config.model_type].tidy(model)
+    state = {f"detr.{key}": value for key, value in model.state_dict().items()}
+    return dict(state_dict=state, meta=dict(dataset_meta=dict(classes=classes)))
+
+
+def _values_of(name: str) -> dict[str, Any]:
+    """Return the content of ``config.json``; ValueError if there is none."""
+    values, _ = transformers().PreTrainedConfig.get_config_dict(name)
+    if "model_type" not in values:
+        raise ValueError("config.json with a model_type was not found.")
+    return values
+
+
+def _read(reader: Callable[..., Any], name: str, **options: Any) -> Any:
+    try:
+        return reader(name, trust_remote_code=False, **options)
+    except ConfigError:
+        raise
+    except Exception as error:  # a damaged file raises many types
+        reason = " ".join(str(error).split())
+        raise DataError(
+            f"{name} is no folder with a Transformers detector, or is damaged, and "
+            f"cannot be fetched from the hub: {reason} Where no hub is reached, fetch "
+            "it elsewhere, and name the folder: model.name=FOLDER."
+        ) from error
+
+
+CheckpointLoader.register_scheme(PREFIX, load_from_transformers, force=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, get_type_hints
 
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError, check_known
 
 Config = TypeVar("Config")
 Module = Mapping[str, Any]
@@ -340,10 +340,7 @@ def read_config(
         for name, hint in get_type_hints(kind, include_extras=True).items()
     }
     for key in values:
-        if key not in rules:
-            raise ConfigError(
-                f"{where} has the unknown key {key!r}; {did_you_mean(key, rules)}"
-            )
+        check_known(key, rules, f"{where} has the unknown key {key!r}")
     found = {}
     for spec in dataclasses.fields(kind):  # type: ignore[arg-type]
         value, rule = values.get(spec.name), rules[spec.name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -131,33 +132,27 @@ class RoutingContext:
         return self.gates.layers[name]
 
 
-class CheckpointedForward:
-    """The ``forward`` of a layer with activation checkpointing.
+def _recomputed(
+    layer: nn.Module, context: RoutingContext, *args: Any, **kwargs: Any
+) -> Any:
+    """Run a layer; in training it is recomputed in the backward pass.
 
     mmdet's ``num_cp`` needs fairscale and does not know about routing: when it
     recomputes a layer, the step is closed and its experts would see no groups and no
-    mask. Here the second run reads what the first run read. Parameters keep their
-    names.
+    mask. Here the second run reads what the first run read.
     """
-
-    def __init__(self, layer: nn.Module, context: RoutingContext) -> None:
-        self.layer = layer
-        self.context = context
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the layer; in training it is recomputed in the backward pass."""
-        forward = type(self.layer).forward
-        if not (self.layer.training and torch.is_grad_enabled()):
-            return forward(self.layer, *args, **kwargs)
-        state = dict(vars(self.context))
-        return checkpoint(
-            forward,
-            self.layer,
-            *args,
-            use_reentrant=False,
-            context_fn=lambda: (nullcontext(), self.context.replay(state)),
-            **kwargs,
-        )
+    forward = type(layer).forward
+    if not (layer.training and torch.is_grad_enabled()):
+        return forward(layer, *args, **kwargs)
+    state = dict(vars(context))
+    return checkpoint(
+        forward,
+        layer,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), context.replay(state)),
+        **kwargs,
+    )
 
 
 def take_num_cp(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
@@ -193,4 +188,4 @@ def checkpoint_layers(
     """
     for component, count in counts.items():
         for layer in getattr(detector, component).layers[: max(count, 0)]:
-            layer.forward = CheckpointedForward(layer, context)
+            layer.forward = partial(_recomputed, layer, context)  # copied with it

@@ -21,9 +21,8 @@ from damex.models.sites import chosen_layers
 from damex.models.starts import (
     DensePhase,
     SplitStart,
+    cut_hidden_dims,
     load_closing_norm,
-    shared_hidden_dims,
-    split_hidden_dims,
 )
 from damex.moe import (
     HierarchicalRouter,
@@ -151,14 +150,11 @@ def _build_ffn_experts(
 ) -> tuple[MoELayer, SplitStart | None]:
     """Build a MoE layer with the width, activation and dropout of the FFN."""
     fine, width, split = config.fine_grained, dense.feedforward_channels, None
-    shared_width = routed_width = width
+    widths = width, width
     if fine is not None:
         split = SplitStart(parts=fine.routed, hidden_dims=width)
         try:
-            shared_width = shared_hidden_dims(
-                width, parts=fine.parts, shared=fine.shared
-            )
-            routed_width = split_hidden_dims(width - shared_width, parts=fine.routed)
+            widths = cut_hidden_dims(width, parts=fine.parts, shared=fine.shared)
         except ValueError as error:
             raise ConfigError(f"moe.fine_grained: {error}") from error
     ffn = dict(
@@ -168,9 +164,9 @@ def _build_ffn_experts(
     )
     layer = build_layer(
         config,
-        dict(**ffn, hidden_dims=routed_width),
+        dict(**ffn, hidden_dims=widths[1]),
         num_groups=num_groups,
-        shared_expert=dict(**ffn, hidden_dims=shared_width),
+        shared_expert=dict(**ffn, hidden_dims=widths[0]),
     )
     return layer, split
 

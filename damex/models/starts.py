@@ -168,30 +168,22 @@ class SplitStart:
         load_ffn(block, ffn)
 
 
-def split_hidden_dims(hidden_dims: int, *, parts: int) -> int:
-    """Hidden width of each part of an FFN, ceil(H / parts).
+def cut_hidden_dims(hidden_dims: int, *, parts: int, shared: int) -> tuple[int, int]:
+    """Hidden widths of the first `shared` parts of an FFN, and of each other part.
 
-    Raises ValueError if `parts` is not in [1, H].
+    S, and ceil((H - S) / (parts - shared)). Raises ValueError if `parts` is not in
+    [1, H] or `shared` not in [0, parts).
     """
     if not 1 <= parts <= hidden_dims:
         raise ValueError(f"parts must lie in [1, H={hidden_dims}], got {parts}")
-    return -(-hidden_dims // parts)
-
-
-def shared_hidden_dims(hidden_dims: int, *, parts: int, shared: int) -> int:
-    """S, the hidden units of the first `shared` parts of an FFN.
-
-    The other H - S units belong to routed experts. Raises ValueError if `parts` is not
-    in [1, H] or `shared` not in [0, parts).
-    """
-    split_hidden_dims(hidden_dims, parts=parts)
     if not 0 <= shared < parts:
         raise ValueError(
             f"shared must lie in [0, parts={parts}), as one part or more is routed, "
             f"got {shared}"
         )
     smallest, over = divmod(hidden_dims, parts)  # the first parts are one larger
-    return shared * smallest + min(shared, over)
+    width = shared * smallest + min(shared, over)
+    return width, -(-(hidden_dims - width) // (parts - shared))
 
 
 def dense_keys(own: Mapping[str, Any], prefix: str) -> dict[str, str]:

@@ -280,27 +280,22 @@ class MoELayer(nn.Module):
                 f"MoELayer: foreground_BN must be bool of shape {size}, got "
                 f"{foreground_BN.dtype} of shape {tuple(foreground_BN.shape)}"
             )
-        if group_ids_B is not None:
-            self._check_group_ids(group_ids_B, size[0])
-        else:
-            self._check_no_group_ids()
+        self._check_group_ids(group_ids_B, size[0])
         return packing
 
-    def _check_no_group_ids(self) -> None:
-        """Reject missing group ids if something reads them."""
-        readers = []
-        if self.training:
-            readers = [loss.name for loss in self.losses if loss.needs_groups]
-        if self._chooser == "dataset":
-            readers.append("teacher_forcing" if self.training else "oracle")
-        if readers:
-            raise ValueError(
-                f"MoELayer: in {'training' if self.training else 'evaluation'} "
-                f"{readers} need group_ids_B, the dataset group of each image (-1 "
-                "if unknown), but got None"
-            )
-
-    def _check_group_ids(self, group_ids_B: Tensor, num_images: int) -> None:
+    def _check_group_ids(self, group_ids_B: Tensor | None, num_images: int) -> None:
+        if group_ids_B is None:
+            losses = self.losses if self.training else ()
+            readers = [loss.name for loss in losses if loss.needs_groups]
+            if self._chooser == "dataset":
+                readers.append("teacher_forcing" if self.training else "oracle")
+            if readers:
+                raise ValueError(
+                    f"MoELayer: in {'training' if self.training else 'evaluation'} "
+                    f"{readers} need group_ids_B, the dataset group of each image (-1 "
+                    "if unknown), but got None"
+                )
+            return
         if group_ids_B.shape != (num_images,) or group_ids_B.dtype != torch.int64:
             raise ValueError(
                 f"MoELayer: group_ids_B must be int64 of shape ({num_images},), got "

@@ -46,17 +46,10 @@ class NormalizedGD(Optimizer):
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
         """Move all experts and return the loss of `closure`, if given."""
-        loss = _evaluate(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             _move(group["params"], lr=group["lr"])
         return loss
-
-
-def _evaluate(closure: Callable[[], float] | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def expert_parameters(
@@ -130,8 +123,6 @@ class ChainedOptimizer(Optimizer):
         # Without defaults, which torch would write into the groups of both.
         super().__init__([*first.param_groups, *second.param_groups], {})
         self.defaults = dict(first.defaults)
-        self.first = first
-        self.second = second
         self.optimizers = (first, second)
         self.state.update(first.state)
         self.state.update(second.state)
@@ -141,9 +132,9 @@ class ChainedOptimizer(Optimizer):
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
         """Step both; return the loss of `closure`."""
-        loss = _evaluate(closure)
-        self.first.step()
-        self.second.step()
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for optimizer in self.optimizers:
+            optimizer.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -153,7 +144,8 @@ class ChainedOptimizer(Optimizer):
 
     def _share(self) -> None:
         """Give the two optimizers the groups and state of this one."""
-        border = len(self.first.param_groups)
-        self.first.param_groups = self.param_groups[:border]
-        self.second.param_groups = self.param_groups[border:]
-        self.first.state = self.second.state = self.state
+        first, second = self.optimizers
+        border = len(first.param_groups)
+        first.param_groups = self.param_groups[:border]
+        second.param_groups = self.param_groups[border:]
+        first.state = second.state = self.state

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
 
@@ -178,14 +177,6 @@ class ExpertShards:
         needs its sizes. `experts` are those of this process: rows (S, D) sorted by
         expert and counts (L,) -> rows of any width, also for S = 0.
         """
-        plan = self._plan(counts_E)
-        rows_SD = _Exchange.apply(rows_RD, plan.sent, plan.received, self.row)
-        out_SD = experts(rows_SD.index_select(0, plan.order_S), plan.counts_L)
-        out_SD = out_SD.index_select(0, plan.back_S)
-        return _Exchange.apply(out_SD, plan.received, plan.sent, self.row)
-
-    def _plan(self, counts_E: Tensor) -> _Plan:
-        """Exchange the number of rows for each expert."""
         sent_PL = counts_E.view(self.size, -1)
         received_PL = torch.empty_like(sent_PL)
         distributed.all_to_all_single(received_PL, sent_PL.contiguous(), group=self.row)
@@ -195,27 +186,11 @@ class ExpertShards:
         ).expand_as(received_PL)
         expert_S = experts_PL.flatten().repeat_interleave(received_PL.flatten())
         order_S = torch.argsort(expert_S, stable=True)
-        return _Plan(
-            sent=sent_PL.sum(1).tolist(),
-            received=received_PL.sum(1).tolist(),
-            counts_L=received_PL.sum(0),
-            order_S=order_S,
-            back_S=torch.argsort(order_S),
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class _Plan:
-    """Row counts of one exchange, by process and by local expert.
-
-    `order_S` sorts the received rows by expert, `back_S` undoes that.
-    """
-
-    sent: list[int]
-    received: list[int]
-    counts_L: Tensor
-    order_S: Tensor
-    back_S: Tensor
+        sent, received = sent_PL.sum(1).tolist(), received_PL.sum(1).tolist()
+        rows_SD = _Exchange.apply(rows_RD, sent, received, self.row)
+        out_SD = experts(rows_SD.index_select(0, order_S), received_PL.sum(0))
+        out_SD = out_SD.index_select(0, torch.argsort(order_S))
+        return _Exchange.apply(out_SD, received, sent, self.row)
 
 
 class _Exchange(torch.autograd.Function):

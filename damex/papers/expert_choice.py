@@ -75,9 +75,6 @@ class ExpertChoiceGate(Gate):
         self.share = share
         self.weights = weights
         self.mean_one = mean_one
-        # num_tokens limits a share of 1; a share has no limit.
-        self._share = 1.0 if share is None else share
-        self._limit = sys.maxsize if num_tokens is None else num_tokens
 
     @property
     def has_fixed_routes(self) -> bool:
@@ -105,10 +102,15 @@ class ExpertChoiceGate(Gate):
         row_BN = packing.unpack(row_V, fill=-1)
         real_B = (row_BN >= 0).sum(1)
         order_BEN = torch.sort(scores_BEN, dim=-1, descending=True, stable=True)[1]
+        # num_tokens limits a share of 1; a share has no limit.
+        share, limit = self.share or 1.0, self.num_tokens or sys.maxsize
+        # L is l of an image without padding, which needs no synchronization.
+        most = min(math.ceil(share * packing.num_tokens - ROUNDING), limit)
         # pMoE, section 3.1: J_s has the l patches of largest g_js = <w_s, x_j>.
-        pick_BEL = order_BEN[..., : self._most(packing.num_tokens)]
+        pick_BEL = order_BEN[..., :most]
         rank_L = torch.arange(pick_BEL.shape[-1], device=logits_VE.device)
-        quota_B = self._quota(real_B)
+        wanted_B = torch.ceil(real_B.double() * share - ROUNDING).long()
+        quota_B = wanted_B.clamp_max(limit)
         taken_BL = rank_L < quota_B.unsqueeze(1)
         taken_BEL = taken_BL.unsqueeze(1).expand(-1, num_experts, -1)
         weight_BEL = self._weigh(scores_BEN, pick_BEL, taken_BEL)
@@ -142,12 +144,3 @@ class ExpertChoiceGate(Gate):
         lowest = torch.finfo(picked_BEL.dtype).min
         # pMoE, eq. 4: G_js = exp(g_js) / sum over i in J_s of exp(g_is).
         return picked_BEL.masked_fill(~taken_BEL, lowest).softmax(-1)
-
-    def _most(self, num_tokens: int) -> int:
-        """Return L, l of an image without padding, which needs no synchronization."""
-        return min(math.ceil(self._share * num_tokens - ROUNDING), self._limit)
-
-    def _quota(self, real_B: Tensor) -> Tensor:
-        """Return the number of tokens per expert for every image."""
-        wanted_B = torch.ceil(real_B.double() * self._share - ROUNDING).long()
-        return wanted_B.clamp_max(self._limit)

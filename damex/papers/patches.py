@@ -16,7 +16,7 @@ from torch.nn import functional
 from damex.errors import check_choice, check_sizes
 from damex.moe.grouped import map_segments
 from damex.moe.layer import MoELayer
-from damex.moe.routing import Assignment, Packing, RoutingRecord
+from damex.moe.routing import Packing, RoutingRecord
 
 
 def patch_grid(size: tuple[int, int], patch_size: tuple[int, int]) -> tuple[int, int]:
@@ -205,23 +205,15 @@ def route_patches(
     assignment = record.assignment
     rows_RD = assignment.dispatch(record.packing.pack(patches_BNCPQ.flatten(2)))
     out_RD = experts(rows_RD, assignment.counts_E)
-    out_VFPQ = _side_by_side(out_RD, assignment, experts)
-    size = (map_BCHW.shape[2], map_BCHW.shape[3])
-    return merge_patches(record.packing.unpack(out_VFPQ), size), record
-
-
-def _side_by_side(
-    out_RD: Tensor, assignment: Assignment, experts: PatchConvExperts
-) -> Tensor:
-    """Concatenate the weighted outputs of experts as channels of their patches."""
     # pMoE, eq. 1: the gating value G_js multiplies the output of expert s for patch j.
     weighted_RD = (out_RD * assignment.weight_R.unsqueeze(1)).to(out_RD.dtype)
-    slot_R = assignment.token_index_R * experts.num_experts + assignment.expert_index_R
     # One slot per patch and slice of channels.
-    slots = weighted_RD.new_zeros(
-        assignment.num_tokens * experts.num_experts, weighted_RD.shape[1]
-    ).index_copy(0, slot_R, weighted_RD)
-    return slots.view(assignment.num_tokens, experts.out_channels, *experts.patch_size)
+    slot_R = assignment.token_index_R * experts.num_experts + assignment.expert_index_R
+    shape = (assignment.num_tokens, experts.out_channels, *experts.patch_size)
+    slots = weighted_RD.new_zeros(shape).view(-1, weighted_RD.shape[1])
+    out_VFPQ = slots.index_copy(0, slot_R, weighted_RD).view(shape)
+    size = (map_BCHW.shape[2], map_BCHW.shape[3])
+    return merge_patches(record.packing.unpack(out_VFPQ), size), record
 
 
 def _as_pair(patch_size: int | tuple[int, int]) -> tuple[int, int]:

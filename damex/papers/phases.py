@@ -14,7 +14,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError, check_known
 from damex.models.blocks import MoEFFN
 from damex.models.config import UpcyclingConfig, WarmupConfig
 from damex.models.insertion import EXTENSIONS
@@ -37,12 +37,12 @@ class RouterWarmup:
 
     def __init__(self, config: WarmupConfig, layer: MoELayer) -> None:
         names = [loss.name for loss in layer.losses]
-        if config.loss not in names:
-            raise ConfigError(
-                f"moe.router_warmup.loss is {config.loss!r}, which is not a loss "
-                "in moe.losses (SeparateRouterLoss has the name 'separate_router'); "
-                f"{did_you_mean(config.loss, names)}"
-            )
+        check_known(
+            config.loss,
+            names,
+            f"moe.router_warmup.loss is {config.loss!r}, which is not a loss in "
+            "moe.losses (SeparateRouterLoss has the name 'separate_router')",
+        )
         groups_GE = layer.group_experts_GE
         num_groups = 0 if groups_GE is None else len(groups_GE)
         if config.loss == "separate_router" and num_groups < 2:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from damex.errors import ConfigError, did_you_mean
+from damex.errors import ConfigError, check_known
 
 if TYPE_CHECKING:
     from mmengine.config import Config
@@ -128,8 +128,7 @@ def config_of_folders(
     """
     from damex.config_files import PlainConfig, read_config
 
-    if model not in MODELS:
-        raise ConfigError(f"there is no model {model!r}; {did_you_mean(model, MODELS)}")
+    check_known(model, MODELS, f"there is no model {model!r}")
     if not folders:
         raise ConfigError("there is no dataset; name the folder of one or more.")
     cfg = read_config(MODELS[model].config, needs_model=needs_model)

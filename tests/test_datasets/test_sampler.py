@@ -133,7 +133,7 @@ def test_ranks_share_the_order_of_a_single_process(
         total = 72
     assert {s.total for s in samplers} == {total}
     streams = [stream(sampler) for sampler in samplers]
-    assert {len(s) for s in streams} == {samplers[0].per_rank} == {total // world_size}
+    assert {len(s) for s in streams} == {len(samplers[0])} == {total // world_size}
     together = []
     for start in range(0, total // world_size, unit):
         together += [one for s in streams for one in s[start : start + unit]]
@@ -155,7 +155,7 @@ def test_skip_continues_the_infinite_stream(monkeypatch, options, used, world_si
         options_ = dict(options, samples_per_epoch=20 * world_size, infinite=True)
         return ranks(monkeypatch, world_size, **options_)[-1]
 
-    length = fresh().per_rank
+    length = len(fresh())
     whole = take(fresh(), 100)
     resumed = fresh()
     resumed.skip(used - 1)  # skips add up
@@ -252,7 +252,7 @@ def test_each_batch_of_each_process_is_of_one_dataset(monkeypatch, world_size):
         for sampler in samplers:
             sampler.set_epoch(epoch)
         rows = [[SMALL.source(i) for i, _ in stream(sampler)] for sampler in samplers]
-        assert {len(row) for row in rows} == {samplers[0].per_rank}
+        assert {len(row) for row in rows} == {len(samplers[0])}
         for start in range(0, len(rows[0]), 4):
             batches = [row[start : start + 4] for row in rows]
             assert all(len(batch) == 4 == batch.count(batch[0]) for batch in batches)

@@ -190,7 +190,7 @@ def test_an_optimiser_of_their_own_for_the_experts(build, trained):
         ),
     )
     start(detector, checkpoint, wrapper.optimizer)
-    state = wrapper.optimizer.first.state
+    state = wrapper.optimizer.optimizers[0].state
     names = {n for n, p in detector.named_parameters() if p not in state}
     assert {".moe." in name for name in names} == {True}
     assert len(names) == 2 * (4 + 1)

@@ -16,8 +16,8 @@ from tests.test_hf.conftest import BACKBONES, PREPROCESSOR, TIMM
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from damex.hf.adapters import MoEAdapter
+from damex.hf.detector import TransformersHead, adjusted_losses
 from damex.hf.families import build_model
-from damex.hf.head import TransformersHead, adjusted_losses
 from damex.models.context import RoutingContext
 
 

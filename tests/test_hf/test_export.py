@@ -22,8 +22,8 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 import transformers
 
 from damex.hf.adapters import MoEAdapter
+from damex.hf.families import load_from_transformers
 from damex.hf.folder import image_processor
-from damex.hf.weights import load_from_transformers
 from damex.inference.media import Inputs
 from damex.workbench.export.export import detections_of_graph
 from damex.workbench.export.plain_transformers import TransformersGraph, extract_plain

@@ -17,7 +17,7 @@ from damex.datasets.spec import parse_mixture
 from damex.engine.config import complete_config
 from damex.engine.rows import remap_checkpoint
 from damex.errors import ConfigError, DataError
-from damex.hf.weights import read_config
+from damex.hf.families import read_config
 from damex.inference.trust import check_parts
 from damex.workbench.zero_config import MODELS as SHIPPED
 from damex.workbench.zero_config import config_of_folders

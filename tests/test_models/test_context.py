@@ -105,8 +105,8 @@ def test_copies_recompute_their_own_layers(build_mmdet, make_batch, step):
     batch = make_batch([0, 1], **SIZES)
     for copied in (copy.deepcopy(detector), pickle.loads(pickle.dumps(detector))):
         for layer in copied.encoder.layers:
-            assert layer.forward.layer is layer
-            assert layer.forward.context is copied.routing
+            assert layer.forward.args[0] is layer
+            assert layer.forward.args[1] is copied.routing
             assert layer.ffn.context is copied.routing
         torch.testing.assert_close(
             step(copied, batch), step(copy.deepcopy(detector), batch)

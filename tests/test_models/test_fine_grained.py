@@ -9,7 +9,7 @@ from damex.models.blocks import MoEFFN
 from damex.models.config import FineGrained
 from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks
-from damex.models.starts import SplitStart, shared_hidden_dims, split_hidden_dims
+from damex.models.starts import SplitStart, cut_hidden_dims
 from damex.moe import (
     FFNExperts,
     LinearRouter,
@@ -28,16 +28,11 @@ def make_block(
     *, parts, copies, hidden_dims, shared=0, activation="relu", embed_dims=8
 ):
     fine = FineGrained(parts=parts, copies=copies, shared=shared)
-    width = shared_hidden_dims(hidden_dims, parts=parts, shared=shared)
+    width, routed = cut_hidden_dims(hidden_dims, parts=parts, shared=shared)
     layer = MoELayer(
         router=LinearRouter(embed_dims, fine.num_experts, init_std=1.0),
         gate=TopKGate(**fine.gate),
-        experts=FFNExperts(
-            fine.num_experts,
-            embed_dims,
-            split_hidden_dims(hidden_dims - width, parts=fine.routed),
-            activation=activation,
-        ),
+        experts=FFNExperts(fine.num_experts, embed_dims, routed, activation=activation),
         shared_expert=SharedExpert(embed_dims, width, activation=activation)
         if width
         else None,
@@ -105,8 +100,8 @@ def test_layout_with_a_shared_expert_by_hand():
     block.load_state_dict(DENSE)
     shared, experts = block.moe.shared_expert.expert, block.moe.experts
     # 14 units in four parts: 4, 4, 3, 3
-    counts = [shared_hidden_dims(14, parts=4, shared=shared) for shared in range(4)]
-    assert counts == [0, 4, 8, 11]
+    widths = [cut_hidden_dims(14, parts=4, shared=shared) for shared in range(4)]
+    assert widths == [(0, 4), (4, 4), (8, 3), (11, 3)]
     assert shared.w1_EDH.tolist() == [[[1.0, 2.0]]]
     assert shared.b1_EH.tolist() == [[4.0, 5.0]]
     assert shared.w2_EHD.tolist() == [[[7.0], [8.0]]]

@@ -152,7 +152,7 @@ def test_all_experts_become_copies_of_one_with_its_moments(chained):
     for parameter in layer.parameters():
         parameter.grad = torch.rand_like(parameter)
     optimizer.step()
-    state = (optimizer.second if chained else optimizer).state
+    state = (optimizer.optimizers[1] if chained else optimizer).state
     before = {
         name: [p.detach().clone(), p.grad.clone(), state[p]["exp_avg"].clone()]
         for name, p in layer.experts.named_parameters()

@@ -14,7 +14,7 @@ import numpy as np
 from damex.datasets.coco_records import parse_records, read_coco
 from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.datasets.spec import DatasetSpec, parse_mixture
-from damex.errors import ConfigError, did_you_mean, printable
+from damex.errors import ConfigError, check_known, printable
 from damex.files import check_free, write_text
 from damex.options import option_of
 from damex.workbench.check.classes import similar_names
@@ -95,11 +95,7 @@ def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCo
         for category in document["categories"]
     }
     for name in spec.classes or ():
-        if name not in above:
-            raise ConfigError(
-                f"dataset {spec.name!r}: classes names {name!r}; "
-                f"{did_you_mean(name, above)}"
-            )
+        check_known(name, above, f"dataset {spec.name!r}: classes names {name!r}")
     records, _ = parse_records(document, source.location, above)
     assert records is not None  # read_coco has checked it
     with np.errstate(all="ignore"):  # sides of 0, and sizes that are unknown

@@ -19,7 +19,7 @@ from damex.config_files import CONFIGS
 from damex.datasets.coco_records import read_coco
 from damex.datasets.entries import Options, problem_of_names
 from damex.datasets.spec import coco_paths, parse_mixture
-from damex.errors import ConfigError, did_you_mean, printable
+from damex.errors import ConfigError, check_known, printable
 from damex.files import atomic_write, check_free, write_json
 from damex.workbench.formats.conversion import convert_tree, open_root
 
@@ -48,10 +48,7 @@ def prepare(benchmark: str, names: Sequence[str], *, root: str) -> int:
     """Prepare the datasets of a benchmark; 0 if all are ready, 1 if not."""
     recipes = read_recipes()
     for name in names:
-        if name not in recipes:
-            raise ConfigError(
-                f"UODB has no dataset {name!r}; {did_you_mean(name, recipes)}"
-            )
+        check_known(name, recipes, f"UODB has no dataset {name!r}")
     ready = [_prepare(n, recipes[n], Path(root) / n) for n in names or recipes]
     print(f"{sum(ready)} of {len(ready)} datasets are ready")
     return 0 if all(ready) else 1

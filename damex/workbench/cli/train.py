@@ -27,7 +27,7 @@ from damex.engine.config import (
     label_space_of,
     load_config,
 )
-from damex.errors import ConfigError, did_you_mean, printable
+from damex.errors import ConfigError, check_known, printable
 from damex.files import write_json
 from damex.options import option_of
 from damex.workbench.api import run_damex
@@ -103,11 +103,9 @@ def set_tiles(cfg: Config, words: Sequence[str]) -> None:
                 f"--tile {word}: expected the side of a window in pixels or auto, or "
                 f"NAME= and one of these, got {value!r}."
             )
-        if equals and name not in numbers:
-            raise ConfigError(
-                f"--tile {word}: the mixture has no dataset {name!r}; "
-                f"{did_you_mean(name, numbers)}"
-            )
+        if equals:
+            words = f"--tile {word}: the mixture has no dataset {name!r}"
+            check_known(name, numbers, words)
         for number in [numbers[name]] if equals else numbers.values():
             tile = value if value == "auto" else int(value)
             options[f"mixture.{number}.tile"] = tile

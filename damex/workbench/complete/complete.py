@@ -22,7 +22,7 @@ from damex.datasets.entries import entry_of_folder
 from damex.datasets.pixels import read_pixels
 from damex.engine.console import filter_console
 from damex.engine.summary import markdown
-from damex.errors import ConfigError, DataError, did_you_mean, printable
+from damex.errors import ConfigError, DataError, check_known, printable
 from damex.files import atomic_folder, check_free, write_json, write_text
 from damex.inference.drawing import Color, draw_boxes, palette
 from damex.inference.predictor import Predictor
@@ -147,11 +147,8 @@ def write_completed(
 def _chosen(teacher: Teacher, classes: Sequence[str]) -> Sequence[str]:
     """The classes to look for; ConfigError if the teacher knows one of them not."""
     for name in classes:
-        if name not in teacher.classes:
-            raise ConfigError(
-                f"--classes: the teacher finds no {name!r}; "
-                f"{did_you_mean(name, teacher.classes)}"
-            )
+        words = f"--classes: the teacher finds no {name!r}"
+        check_known(name, teacher.classes, words)
     return classes or teacher.classes
 
 
