@@ -268,10 +268,12 @@ class MixtureMetric(BaseMetric):
     def compute_metrics(self, results: list[_Row]) -> dict[str, float]:
         """Compute the scores of every dataset with samples, their means, and pooled."""
         space = LabelSpace.from_metainfo(self.dataset_meta)
+        # A DETR makes max_per_img detections of an image, or of each of its windows.
+        made = max((len(row.of_all.scores) for row in results), default=0)
         results = _whole_images(sorted(results, key=lambda row: row.place))
         images = [row.of_all for row in results]
         if not self._has_warned:
-            _warn_of_limits(images, self.max_dets)
+            _warn_of_limits(results, self.max_dets, made)
         self._has_warned = True
         scores: dict[str, float] = {}
         is_same = any(row.of_dataset is row.of_all for row in results)
@@ -329,20 +331,20 @@ class MixtureMetric(BaseMetric):
         return {**found, "images": len(images), "boxes": boxes}
 
 
-def _warn_of_limits(images: Sequence[ImageResult], max_dets: int) -> None:
-    """Warn if images have more objects than detections count, or exist."""
+def _warn_of_limits(rows: Sequence[_Row], max_dets: int, made: int) -> None:
+    """Warn if images have more objects than detections count, or are ``made``."""
     labels = [
-        [one["label"] for one in image.ground_truth if not one["iscrowd"]]
-        for image in images
+        [one["label"] for one in row.of_all.ground_truth if not one["iscrowd"]]
+        for row in rows
     ]
     of_class = [max(Counter(one).values(), default=0) for one in labels]
-    # A DETR returns max_per_img detections of every image.
-    made = max((len(image.scores) for image in images), default=0)
+    views = zip(labels, rows, strict=True)
+    of_whole = [len(one) for one, row in views if row.window is None]
     metric = "set max_dets of MixtureMetric, which is 100 in COCO"
     detector = "raise max_per_img in model.test_cfg, and model.num_queries"
     for limit, counts, what, verb, advice in (
         (max_dets, of_class, "objects of one class", "count", metric),
-        (made, [*map(len, labels)], "objects", "are made", detector),
+        (made, of_whole, "objects", "are made", detector),
     ):
         above = sum(count > limit for count in counts)
         if above and limit:

@@ -307,6 +307,18 @@ def test_labels_count_as_training_reads_them(folders):
     assert len(cats.annotations) == 3  # the files keep them
 
 
+def test_datasets_of_the_training_give_thresholds_if_their_images_are_here(
+    folders, tmp_path
+):
+    teacher, cats = FakeTeacher(CAT, DOG), {"cats": folders.pop("cats")}
+    files = dict(train="train.json", val="val.json", img="")
+    teacher.mixture = [dict(files, name="dogs", data_root=folders["dogs"])]
+    assert "| cats | dog | 2 |" in complete(teacher, cats, tmp_path / "done")
+    Path(folders["dogs"], "pictures").rename(tmp_path / "archived")
+    with pytest.raises(ConfigError, match="fewer than 5 objects there: dog"):
+        complete(teacher, cats, tmp_path / "again")
+
+
 def test_a_class_without_a_precise_score_is_not_completed(folders, tmp_path):
     """It stays one that the dataset does not annotate."""
     wrong = [("dog", 0.8, [x, 0, x + 4, 4]) for x in (0, 8)]

@@ -1,5 +1,6 @@
 """MixtureMetric: AP by hand, per dataset and pooled, and what it refuses."""
 
+import copy
 import itertools
 import json
 import math
@@ -326,6 +327,11 @@ def test_more_objects_than_detections_that_count(backend, monkeypatch):
     (limit,) = [text for text in said if "more than" in text]
     assert "1 of 2 images have more than 100 objects (up to 150)" in limit
     assert "max_per_img" in limit
+    # Of two windows, it gives 200: the detections of one object are one.
+    said.clear()
+    halves = [dict(copy.deepcopy(cut), window=(n, 0, 300, 400)) for n in (0, 1)]
+    evaluate(halves, backend=backend, max_dets=150)
+    assert not [text for text in said if "more than" in text]
 
 
 def test_two_images_of_one_dataset_with_one_id_stay_two():

@@ -135,6 +135,8 @@ class DatasetSpec:
             raise ConfigError(f"mixture[{position}]{problem}")
         if "classes" in given:
             given["classes"] = tuple(given["classes"])
+        if "rename" in given:  # a command line reads the class 7 as a number
+            given["rename"] = {str(k): name for k, name in given["rename"].items()}
         if isinstance(img := given.get("img"), Mapping):
             given["img"] = _with_home(img, *img)
         return cls(**_with_home(given, "root", "data_root", "img", *SPLITS))

@@ -70,13 +70,15 @@ def freeze_all_but(
 def _free_routers(model: Any) -> set[str]:
     """Router parameters whose rows may all learn: those that only choose the expert.
 
-    If the single expert of a token has weight 1, its router cannot change a detection
-    of an unnamed dataset. Frozen rows could not learn to tell old images from new ones.
+    If a dataset has one expert, and it has weight 1, its router cannot change a
+    detection of an unnamed dataset. Frozen rows could not learn to tell old images from
+    new ones.
     """
     found = set()
     for name, block in model.named_modules():
         gate = block.moe.gate if has_groups(block) else None
-        if isinstance(gate, TopKGate) and gate.k == 1 and gate.renormalize:
+        is_whole = isinstance(gate, TopKGate) and gate.k == 1 and gate.renormalize
+        if is_whole and (block.moe.group_experts_GE.sum(1) == 1).all():
             parameters = block.moe.router.named_parameters()
             found |= {f"{name}.moe.router.{key}" for key, _ in parameters}
     return found

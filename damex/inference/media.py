@@ -21,7 +21,8 @@ from damex.datasets.windows import windows_of
 from damex.errors import DataError, printable
 
 Picture = str | os.PathLike | np.ndarray | Image.Image
-VIDEO_SUFFIXES = (".mp4", ".avi", ".mov", ".mkv", ".webm")
+VIDEO_SUFFIXES = (".mp4", ".m4v", ".avi", ".mov", ".mkv", ".webm", ".mpg", ".mpeg")
+VIDEO_SUFFIXES += (".wmv", ".flv", ".3gp", ".mts", ".m2ts")
 
 
 def problem_of(path: Path) -> str | None:

@@ -253,7 +253,11 @@ class Predictor:
                     side = chosen.tile if isinstance(tile, str) else tile
                     sample.pred_instances = whole.dataset_instances
                 if side is not None:
-                    sample = self._through_windows(one, chosen, side, batch_size)
+                    try:
+                        sample = self._through_windows(one, chosen, side, batch_size)
+                    except DataError as error:
+                        self._refuse(one, error, skip)
+                        continue
                     if whole is not None:  # it tells the dataset, not a window
                         posterior = whole.metainfo.get("group_posterior", ())
                         sample.set_metainfo(dict(group_posterior=posterior))
@@ -270,11 +274,16 @@ class Predictor:
                 for one in batch:
                     yield from self._run_each([one], choice, skip)
                 return
-            path = batch[0]["data_samples"].metainfo.get("img_path")
-            named = DataError(f"{path or 'an image'}: {error}")
-            if skip is None:
-                raise named from error
-            skip(named)
+            self._refuse(batch[0], error, skip)
+
+    @staticmethod
+    def _refuse(one: Mapping[str, Any], error: DataError, skip: Skip) -> None:
+        """Name the image in an error, for `skip` or for the caller."""
+        path = one["data_samples"].metainfo.get("img_path")
+        named = DataError(f"{path or 'an image'}: {error}")
+        if skip is None:
+            raise named from error
+        skip(named)
 
     def _run(self, batch: Sequence[Mapping[str, Any]], choice: _Choice) -> list[Any]:
         """Run the detector; returns data samples."""

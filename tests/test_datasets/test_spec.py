@@ -259,6 +259,11 @@ def test_files_that_are_not_coco(tmp_path, content, fault):
             read()
 
 
+def test_a_command_line_may_rename_a_number():
+    spec = DatasetSpec.from_config(dict(ROOT, name="digits", rename={7: "seven"}), 0)
+    assert spec.rename == {"7": "seven"}
+
+
 def test_a_folder_of_the_training_is_read_as_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = dict(name="a", root="one", val="test.json", classes=["x"])

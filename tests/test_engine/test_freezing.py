@@ -42,13 +42,16 @@ def test_what_other_datasets_have_is_kept(build, datasets, classes, experts):
     assert parts == {"bbox_head", "dn_query_generator", "encoder", "decoder"}
 
 
-def test_routers_that_weigh_keep_the_rows_of_others(build):
+def test_routers_that_weigh_or_choose_keep_the_rows_of_others(build, model_config):
     """Else the detections of other datasets would change."""
-    detector = build(moe="damex")
-    kept = freeze_all_but(detector, SPACE, ["park"])
-    routers = {name for name in trained(detector) if ".moe.router." in name}
-    assert routers
-    assert all(kept[name].tolist() == [True, False, True] for name in routers)
+    best = dict(model_config(moe="damex_best").moe, num_experts=6)
+    for moe, rows in (("damex", [1]), (best, [2, 3])):
+        detector = build(moe=moe)
+        kept = freeze_all_but(detector, SPACE, ["park"])
+        routers = {name for name in trained(detector) if ".moe.router." in name}
+        assert routers
+        free = [(~kept[name]).nonzero().flatten().tolist() for name in routers]
+        assert all(one == rows for one in free)
 
 
 @pytest.mark.parametrize("datasets", [["park"], ["park", "street"]])

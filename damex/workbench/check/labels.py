@@ -249,7 +249,11 @@ def class_notes(
             merged.append(f"{text}{', '.join(others)} and {last}")
     missing = []
     for dataset in space.dataset_names:
-        names = [name for name, found in owns.items() if dataset not in found]
+        names = [
+            name
+            for name, found in owns.items()
+            if dataset not in found and not is_kept_apart(name, space.dataset_names)
+        ]
         if names:
             line = f"{dataset} does not annotate: {', '.join(_few(names, limit))}"
             missing.append(line)

@@ -186,13 +186,16 @@ def _check(found: Thresholds, wanted: Sequence[str]) -> None:
 def _readable(
     teacher: Teacher, datasets: Sequence[LabeledDataset], classes: Sequence[str]
 ) -> list[LabeledDataset]:
-    """The other datasets of a training whose files are here, for the thresholds."""
+    """The other datasets of a training whose files are here, for the thresholds.
+
+    Their images may be elsewhere.
+    """
     names, found = {one.name for one in datasets}, []
     for entry in teacher.mixture:
         if entry.get("name") not in names:
             with suppress(ConfigError, DataError):
                 found += read_datasets([entry], teacher.known, classes)
-    return found
+    return [one for one in found if all(p.is_file() for p in one.splits["val"].paths)]
 
 
 def _unknown(teacher: Teacher, datasets: Iterable[LabeledDataset]) -> list[str]:

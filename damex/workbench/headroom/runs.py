@@ -179,7 +179,8 @@ def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
             result = f"FAILED ({run.last_line()})"
         else:
             score = summary.get("mean_ap50")
-            result = "timed" if score is None else f"mean AP50 {score:.3f}"
+            other = "no validation object" if summary["datasets"] else "timed"
+            result = other if score is None else f"mean AP50 {score:.3f}"
         console.print(
             f"{done}/{len(open_runs)} {run.folder}: {result}; {left / 60:.0f} min left",
             soft_wrap=True,
