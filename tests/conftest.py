@@ -108,14 +108,33 @@ def run_python() -> Callable[..., subprocess.CompletedProcess]:
     return run
 
 
+FORK = """
+import os, socket, sys
+from importlib import import_module
+from pathlib import Path
+from torch.multiprocessing import start_processes
+
+count, script = int(sys.argv.pop(1)), Path(sys.argv.pop(1))
+sys.path.insert(0, str(script.parent))
+main = import_module(script.stem).main
+with socket.create_server(("127.0.0.1", 0)) as free:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
+
+def run(rank):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
+    main()
+
+start_processes(run, nprocs=count, start_method="fork")
+"""
+
+
 @pytest.fixture(scope="session")
 def launch_processes(run_python) -> Callable[..., None]:
-    """Runs a script that writes to a folder in several processes, by torchrun."""
+    """Runs ``main`` of a script, imported once, in processes as torchrun makes them."""
 
-    def launch(*arguments: Any, count: int, on_gpus: bool = False) -> None:
-        torchrun = ("-m", "torch.distributed.run", "--standalone")
-        words = (*torchrun, f"--nproc_per_node={count}", *arguments)
-        run_python(*words, env={} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""})
+    def launch(script: Any, *arguments: Any, count: int, on_gpus: bool = False) -> None:
+        env = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        run_python("-c", FORK, count, script, *arguments, env=env)
 
     return launch
 
@@ -306,7 +325,7 @@ def group():
     distributed.destroy_process_group()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_batch():
     """Data as a loader hands it to ``data_preprocessor``: images with boxes."""
 

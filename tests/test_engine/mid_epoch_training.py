@@ -1,4 +1,4 @@
-"""Trainings of ``test_resumption.py``; as a script, those of each of two processes.
+"""Trainings of ``test_resumption.py``; ``main`` has those of each of two processes.
 
 Argument: a folder with ``config.py``. Each process leaves in ``rank0.pt`` or
 ``rank1.pt`` there what its trainings saw.
@@ -58,7 +58,3 @@ def main():
     }
     torch.save(steps, folder / f"rank{rank}.pt")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

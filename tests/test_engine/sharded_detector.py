@@ -181,7 +181,3 @@ def main():
     distributed.init_process_group("gloo")
     torch.save(train_together(rank, size), folder / f"rank{rank}.pt")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -62,7 +62,3 @@ def main():
     run(folder, "sharded_resumed", resume_from="sharded", **sharded)
     load_and_save(folder, "sharded_again", resume_from="plain", **sharded)
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

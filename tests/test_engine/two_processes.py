@@ -168,7 +168,3 @@ def main():
     )
     torch.save(result, folder / f"rank{rank}.pt")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -189,7 +189,3 @@ def main():
     result = tree_map_only(torch.Tensor, torch.Tensor.cpu, result)
     torch.save(result, folder / f"rank{rank}.pt")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
