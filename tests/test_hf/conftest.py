@@ -97,9 +97,10 @@ PREPROCESSOR = dict(
 
 
 WITH_TIMM = [f"{one} timm" for one in ("rt_detr_v2", "d_fine", "deformable_detr")]
+FAMILIES = [*BACKBONES, *WITH_TIMM]
 
 
-@pytest.fixture(params=[*BACKBONES, *WITH_TIMM])
+@pytest.fixture(params=FAMILIES)
 def family(request):
     """Every supported family, one after the other, and some with backbones of timm."""
     return request.param

@@ -1,5 +1,6 @@
 """Trainings of Transformers detectors: scores, resuming, predictions, two processes."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from damex.inference.predictor import Predictor
 from damex.inference.stored import DetectorCheckpoint
 from damex.workbench.export.specialist import extract
 from tests.conftest import CONFIGS
-from tests.test_hf.conftest import TIMM
+from tests.test_hf.conftest import FAMILIES, TIMM
 from tests.test_hf.two_processes import build, gradients
 
 pytest.importorskip("transformers", reason="needs the extra hf")
@@ -83,32 +84,43 @@ def test_a_training_is_scored_resumed_and_used(train, tmp_path, two_datasets):
         extract(stored, "park")
 
 
-@pytest.mark.parametrize("boxes", [[2, 2, 2, 2], [3, 2, 1, 0], [2, 1, 0, 0]])
-def test_two_processes_learn_what_one_learns(
-    family, sizes, boxes, model_of, make_batch, launch_processes, tmp_path
-):
-    """Without noise, the mean of two halves is the whole.
+BOXES = [[2, 2, 2, 2], [3, 2, 1, 0], [2, 1, 0, 0]]
+
+
+@pytest.fixture(scope="module")
+def halves(tmp_path_factory, model_of, make_batch, launch_processes):
+    """A folder for each family and number of boxes, learned from in one launch.
 
     Where halves differ in their boxes, they differ by Transformers in the number of
     denoising groups, in D-FINE's distillation, and DEIMv2's matches of all layers.
     """
-    options = dict(label_noise_ratio=0.0, box_noise_scale=0.0)
-    if len({*boxes}) > 1:
-        options |= dict(num_denoising=0)
-        if not family.startswith("rt_detr_v2"):
-            options["weight_loss_ddf"] = 0.0
-    if family == "deimv2":
-        options["use_dense_one_to_one"] = False
-    if family.startswith(("rf_detr", "deformable_detr")):
-        options = {}  # have neither noise nor distillation
-    model = model_of(family, config=options)
-    PlainConfig(dict(model=model)).dump(tmp_path / "model.py")
-    batch = make_batch([0, 1, 1, 0], sizes=[sizes[0]] * 4, boxes=boxes)
-    torch.save(batch, tmp_path / "batch.pt")
-    script = Path(__file__).with_name("two_processes.py")
-    launch_processes(script, tmp_path, count=2)
-    found = torch.load(tmp_path / "gradients.pt")
-    whole = gradients(build(tmp_path), batch)
+    place = tmp_path_factory.mktemp("halves")
+    for family, boxes in itertools.product(FAMILIES, BOXES):
+        options = dict(label_noise_ratio=0.0, box_noise_scale=0.0)
+        if len({*boxes}) > 1:
+            options |= dict(num_denoising=0)
+            if not family.startswith("rt_detr_v2"):
+                options["weight_loss_ddf"] = 0.0
+        if family == "deimv2":
+            options["use_dense_one_to_one"] = False
+        if family.startswith(("rf_detr", "deformable_detr")):
+            options = {}  # have neither noise nor distillation
+        (folder := place / f"{family} {boxes}").mkdir()
+        model = model_of(family, config=options)
+        PlainConfig(dict(model=model)).dump(folder / "model.py")
+        size = (64, 64) if family == "rf_detr" else (64, 96)
+        batch = make_batch([0, 1, 1, 0], sizes=[size] * 4, boxes=boxes)
+        torch.save(batch, folder / "batch.pt")
+    launch_processes(Path(__file__).with_name("two_processes.py"), place, count=2)
+    return place
+
+
+@pytest.mark.parametrize("boxes", BOXES)
+def test_two_processes_learn_what_one_learns(halves, family, boxes):
+    """Without noise, the mean of two halves is the whole."""
+    folder = halves / f"{family} {boxes}"
+    batch = torch.load(folder / "batch.pt", weights_only=False)
+    found, whole = torch.load(folder / "gradients.pt"), gradients(build(folder), batch)
     assert found.keys() == whole.keys()
     assert any(".adapter.moe.experts.up_ELD" in name for name in found)
     for name, gradient in whole.items():

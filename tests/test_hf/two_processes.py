@@ -1,7 +1,7 @@
 """What ``test_training.py`` runs in each of two processes: half of a batch each.
 
-Argument: a folder with ``model.py`` and ``batch.pt``. Process 0 leaves the gradients of
-both halves, averaged by DDP, in ``gradients.pt`` there.
+Argument: a folder of folders with ``model.py`` and ``batch.pt``. Process 0 leaves the
+gradients of both halves, averaged by DDP, in ``gradients.pt`` there.
 """
 
 import os
@@ -49,15 +49,12 @@ def build(folder):
 
 
 def main():
-    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    rank = int(os.environ["RANK"])
     distributed.init_process_group("gloo")
-    whole = torch.load(folder / "batch.pt", weights_only=False)
-    half = {key: values[2 * rank : 2 * rank + 2] for key, values in whole.items()}
-    found = gradients(build(folder), half, wrap=DistributedDataParallel)
-    if rank == 0:
-        torch.save(found, folder / "gradients.pt")
+    for folder in sorted(Path(sys.argv[1]).iterdir()):
+        whole = torch.load(folder / "batch.pt", weights_only=False)
+        half = {key: values[2 * rank : 2 * rank + 2] for key, values in whole.items()}
+        found = gradients(build(folder), half, wrap=DistributedDataParallel)
+        if rank == 0:
+            torch.save(found, folder / "gradients.pt")
     distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
