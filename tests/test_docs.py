@@ -29,6 +29,7 @@ from damex.models import config as moe_fields
 from damex.models import dataset_awareness
 from damex.options import parse_options
 from damex.workbench.cli.commands import app as damex_app
+from damex.workbench.cli.run import run_command
 from studies.worlds import app as worlds_app
 from tests.conftest import shipped_configs
 from tools.analysis.step_cost import app as step_cost_app
@@ -355,10 +356,11 @@ def run(tmp_path, run_python):
 
 
 @pytest.mark.slow
-def test_the_readme_runs(tmp_path, run):
+def test_the_readme_runs(tmp_path, run, monkeypatch):
     """Its commands and its Python for two folders, as they are, on small toy data."""
     sizes = ["--count", "2", "--train", "8", "--val", "4"]
-    run("-m", "studies.worlds", "--out", "toy", *sizes)
+    monkeypatch.chdir(tmp_path)
+    assert run_command(worlds_app, ["--out", "toy", *sizes]) == 0
     worlds = [path.parent for path in tmp_path.glob("toy/*/train.json")]
     code = [one for one in fences("README.md") if "data/toy/" in one]
     for name in {*re.findall(r"data/toy/(\w+)", "".join(code))}:
@@ -368,7 +370,7 @@ def test_the_readme_runs(tmp_path, run):
     short = {"train_dataloader.sampler.samples_per_epoch": 8}
     lines[0] += ["--cfg-options", *(f"{key}={one}" for key, one in short.items())]
     for words in lines:
-        run("-m", "damex", *words)
+        assert run_command(damex_app, words) == 0
     assert any((tmp_path / "seen").iterdir())
     assert "epochs=1)" in code[1]
     program = code[1].replace("epochs=1)", f"epochs=1, options={short})")
@@ -389,12 +391,13 @@ def test_parts_of_ones_own_pass_the_tests_on_their_page(module, tmp_path, run):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path, run):
+def test_the_notebook_runs(tmp_path, run, monkeypatch):
     notebook = (ROOT / "docs/get-started/tutorial.ipynb").read_text("utf-8")
     cells = json.loads(notebook)["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert "FOLDERS" in code[0]
-    run("-m", "damex", "toydata", "--out", "toy")
+    monkeypatch.chdir(tmp_path)
+    assert run_command(damex_app, ["toydata", "--out", "toy"]) == 0
     options = {"train_dataloader.sampler.samples_per_epoch": 16}
     code[0] = (
         "FOLDERS = dict(photos='toy/photos', arcade='toy/arcade')\n"
