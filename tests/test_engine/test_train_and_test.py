@@ -45,7 +45,7 @@ def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path)
 
     # As if it had been killed in its last evaluation, after the last checkpoint.
     (work / "summary.json").unlink()
-    run_tool("train.py", config, "--resume")
+    assert main(["train", str(config), "--resume"]) == 0
     summary_2 = json.loads((work / "summary.json").read_text())
     assert {key: summary_2[key] for key in scores} == {k: summary[k] for k in scores}
 
@@ -65,34 +65,29 @@ def test_odd_names_train_resume_evaluate_and_predict(
     assert "[red] (6), {{ (6)" in trained.stdout, trained.stdout
     written, checkpoint = odd / "work" / config.name, odd / "work" / "epoch_2.pth"
     longer = ("--resume", "--cfg-options", "max_epochs=3")
-    run_tool("train.py", written, *longer, "--work-dir", odd / "work")
-    run_tool("test.py", written, checkpoint, "--work-dir", odd / "again")
+    assert main(["train", str(written), *longer, "--work-dir", str(odd / "work")]) == 0
+    words = [str(checkpoint), "--work-dir", str(odd / "again")]
+    assert main(["test", str(written), *words]) == 0
     images = str(odd / "[red]" / "images")
     options = ("--dataset", "[red]", "--min-score", "0", "--draw", str(odd / "drawn"))
     assert main(["predict", str(checkpoint), images, *options]) == 0
     assert "driver's license" in capsys.readouterr().out
 
 
-def test_options_of_datasets_travel_with_the_checkpoint(
-    write_config, run_tool, tmp_path
-):
-    config = write_config(extra="train_cfg = dict(max_epochs=1)")
-    run_tool(
-        *("train.py", config, "--cfg-options", "model.label_prior.source=head"),
-        *("model.ignore_unannotated_classes=True", "moe=dense"),
+def test_options_of_datasets_travel_with_the_checkpoint(write_config, tmp_path, capsys):
+    config, work = (
+        write_config(extra="train_cfg = dict(max_epochs=1)"),
+        tmp_path / "work",
     )
-    work = tmp_path / "work"
-    state = weights(work / "epoch_1.pth")
-    assert state["awareness.head.weight"].abs().sum() > 0
-    run_tool(
-        *("test.py", work / config.name, work / "epoch_1.pth"),
-        *("--work-dir", tmp_path / "again"),
-    )
-    refused = run_tool(
-        *("test.py", config, work / "epoch_1.pth", "--cfg-options", "moe=dense"),
-        status=2,
-    )
-    assert "tensors are unknown (such as awareness." in refused.stderr
+    dense = ["--cfg-options", "moe=dense"]
+    prior = ["model.label_prior.source=head", "model.ignore_unannotated_classes=True"]
+    assert main(["train", str(config), *dense, *prior]) == 0
+    checkpoint = str(work / "epoch_1.pth")
+    assert weights(checkpoint)["awareness.head.weight"].abs().sum() > 0
+    again = ["--work-dir", str(tmp_path / "again")]
+    assert main(["test", str(work / config.name), checkpoint, *again]) == 0
+    assert main(["test", str(config), checkpoint, *dense]) == 2
+    assert "tensors are unknown (such as awareness." in capsys.readouterr().err
 
 
 def test_two_processes_train_and_evaluate(write_config, run_tool, tmp_path):
