@@ -5,6 +5,7 @@ import json
 import pytest
 from rich.console import Console
 
+from damex.__main__ import main
 from damex.errors import ConfigError
 from damex.workbench.cli.commands import app
 from damex.workbench.headroom.command import (
@@ -17,21 +18,33 @@ from damex.workbench.headroom.command import (
 )
 
 
+@pytest.fixture
+def headroom(capfd, monkeypatch):
+    """Run the command, which ends with ``status``; returns what it printed."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def run(*words, status=0):
+        assert main(["headroom", *map(str, words)]) == status
+        return capfd.readouterr()
+
+    return run
+
+
 @pytest.mark.slow
-def test_baselines_are_trained_compared_and_resumed(tmp_path, config, run_python):
+def test_baselines_are_trained_compared_and_resumed(tmp_path, config, headroom):
     folder = tmp_path / "headroom"
     common = (config, "--work-dir", folder, "--seeds", "3")
-    first = run_python("-m", "damex", "headroom", *common, "--baselines")
-    assert "together 1 trainings, 8 images" in first.stdout
-    assert "No verdict" in first.stdout
+    first = headroom(*common, "--baselines")
+    assert "together 1 trainings, 8 images" in first.out
+    assert "No verdict" in first.out
     (kept,) = (folder / "dense").rglob("summary.json")
     before = kept.stat().st_mtime_ns
 
     more = ("--baselines", "single", "dense_lr2", "--jobs", "2")
-    second = run_python("-m", "damex", "headroom", *common, *more)
-    assert "4 runs, 1 finished before; 2 at a time" in second.stdout
+    second = headroom(*common, *more)
+    assert "4 runs, 1 finished before; 2 at a time" in second.out
     assert kept.stat().st_mtime_ns == before
-    assert "(a guess from a single seed)" in second.stdout
+    assert "(a guess from a single seed)" in second.out
 
     found = json.loads((folder / "headroom.json").read_text())
     assert list(found["rows"]) == ["dense", "dense_lr2", "single"]
@@ -46,25 +59,25 @@ def test_baselines_are_trained_compared_and_resumed(tmp_path, config, run_python
     assert absent in (folder / "headroom.md").read_text()
 
     options = ("--baselines", "--cfg-options", "train_cfg.max_epochs=2")
-    other = run_python("-m", "damex", "headroom", *common, *options, status=2)
-    assert "runs of a config that differs in train_cfg;" in other.stderr
+    other = headroom(*common, *options, status=2)
+    assert "runs of a config that differs in train_cfg;" in other.err
 
 
 @pytest.mark.slow
 def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
-    tmp_path, config, run_python
+    tmp_path, config, headroom
 ):
     folder = tmp_path / "headroom"
     common = (config, "--work-dir", folder, "--seeds", "3", "--baselines", "oracle")
-    run_python("-m", "damex", "headroom", *common)
+    headroom(*common)
     found = json.loads((folder / "headroom.json").read_text())
     assert list(found["rows"]) == ["dense", "oracle"]
     oracle = json.loads((folder / "oracle/seed3/test_summary.json").read_text())
     assert oracle["routing_accuracy"]["mean"] == 1.0
     assert found["rows"]["oracle"]["mean_ap"] == [oracle["mean_ap"]]
 
-    second = run_python("-m", "damex", "headroom", *common, "--experts", "damex_best")
-    assert "finished before" not in second.stdout  # nothing is left to run
+    second = headroom(*common, "--experts", "damex_best")
+    assert "finished before" not in second.out  # nothing is left to run
     scored = json.loads((folder / "headroom.json").read_text())
     assert list(scored["rows"]) == ["dense", "oracle", "damex_best"]
     recipe = json.loads((folder / "damex_best/seed3/summary.json").read_text())
