@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from damex.__main__ import main
 from damex.workbench.cli.run import run_command
 from damex.workbench.toydata import generate_toy_mixture
 from studies.completing import app as completing
@@ -96,17 +97,17 @@ def test_the_quality_of_labels_is_counted(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [(), ("moe=dense",)])
-def test_datasets_that_look_alike_share_experts(halves, tmp_path, options, run_python):
+def test_datasets_that_look_alike_share_experts(halves, tmp_path, options, capfd):
     """Else images go to experts that have not learned their labels: a warning."""
     work = tmp_path / "work"
-    done = run_python(
-        *["-m", "damex", "train", "--data", *halves(240, 8), "--work-dir", work],
-        *["--cfg-options", *options, "image_size=128", "max_epochs=1"],
-        "train_dataloader.sampler.samples_per_epoch=32",
-    )
-    says_so = "ruby_a and ruby_b look alike: they share experts." in done.stdout
+    words = ["--data", *map(str, halves(240, 8)), "--work-dir", str(work)]
+    words += ["--cfg-options", *options, "image_size=128", "max_epochs=1"]
+    words += ["train_dataloader.sampler.samples_per_epoch=32"]
+    assert main(["train", *words]) == 0
+    printed = capfd.readouterr().out
+    says_so = "ruby_a and ruby_b look alike: they share experts." in printed
     assert says_so == (not options)
-    assert "ruby_a does not annotate: " in done.stdout
+    assert "ruby_a does not annotate: " in printed
     summary = json.loads((work / "summary.json").read_text("utf-8"))
     assert "warnings" not in summary
     assert [row["images"] for row in summary["datasets"].values()] == [8, 8]
