@@ -88,7 +88,8 @@ def test_loaded_ops_are_left_alone_and_a_missing_mmcv_is_absent(monkeypatch):
     assert ensure_ops() == OpsReport("absent", "mmcv is not installed")
 
 
-def test_choosing_the_ops_is_light_and_lets_mmdet_import(run_python):
+def test_choosing_the_ops_is_light_and_the_registry_loads_no_tools(run_python):
+    """What mmdet loads itself, such as matplotlib, is no fault of damex."""
     code = """
 import sys
 from damex.compat import ensure_ops
@@ -104,6 +105,13 @@ if not compiled:
         assert "'three_nn_forward'" in str(error) and "pip install" in str(error)
     else:
         raise SystemExit("a missing op did not raise")
+import mmdet.engine, mmdet.visualization
+before = {*sys.modules}
+import damex.registry
+new = {*sys.modules} - before
+tools = {"cyclopts", "jinja2", "matplotlib", "onnx", "onnxruntime", "transformers"}
+assert not tools & {name.partition(".")[0] for name in new}
+assert not {name for name in new if name.startswith("damex.workbench.cli")}
 """
     run_python("-c", code)
 

@@ -121,23 +121,6 @@ def test_no_file_imports_itself_by_others():
     assert sorted(graph) == []
 
 
-def test_the_registry_loads_no_tools(run_python):
-    """What mmdet loads itself, such as matplotlib, is no fault of damex."""
-    program = """
-import sys
-from damex.compat import import_mmdet
-import_mmdet()
-import mmdet.models, mmdet.engine, mmdet.visualization
-before = {*sys.modules}
-import damex.registry
-new = {*sys.modules} - before
-tools = {"cyclopts", "jinja2", "matplotlib", "onnx", "onnxruntime", "transformers"}
-assert not tools & {name.partition(".")[0] for name in new}
-assert not {name for name in new if name.startswith("damex.workbench.cli")}
-"""
-    run_python("-c", program)
-
-
 @pytest.mark.parametrize("layer", LIMITS)
 def test_layers_keep_their_size(layer):
     folder = {"core": "damex", "hf": "damex/hf", "workbench": "damex/workbench"}
