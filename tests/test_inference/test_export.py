@@ -547,17 +547,19 @@ def test_detectors_that_no_graph_follows(build_mmdet, save):
 
 @pytest.mark.slow
 def test_the_code_of_the_docs_runs_without_torch(save, tmp_path, run_alone):
-    """On a photo that lies on its side, it prints what `damex predict` finds."""
+    """It prints what `damex predict` finds in a photo on its side, also by windows."""
     page = (ROOT / "docs/guides/exporting.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n([^`]*import onnxruntime[^`]*)```", page)
     checkpoint, room = save(), tmp_path / "room.jpg"
-    assert export(checkpoint, tmp_path / "playroom.onnx") == 0
+    file = tmp_path / "playroom.onnx"
+    assert export(checkpoint, file) == 0
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     Image.fromarray(pictures((210, 90), 1, seed=3)[0]).save(room, exif=exif)
     printed = run_alone(code.replace(">= 0.3", ">= 0.0"), tmp_path, "torch")
     lines = printed.splitlines()
-    (told,) = Predictor(checkpoint)(room, dataset="park", min_score=0.0)
+    predictor = Predictor(checkpoint)
+    (told,) = predictor(room, dataset="park", min_score=0.0)
     assert (told.width, told.height) == (90, 210)
     assert len(lines) == len(told.names) == 100
     for line, name, score, box in zip(lines[:20], *best_of(told), strict=True):
@@ -565,18 +567,12 @@ def test_the_code_of_the_docs_runs_without_torch(save, tmp_path, run_alone):
         assert words[0] == name
         assert [*map(float, words[1:])] == pytest.approx([score, *box], abs=0.06)
 
-
-@pytest.mark.slow
-def test_the_windows_of_the_docs_find_what_predict_finds(save, tmp_path):
-    page = (ROOT / "docs/guides/exporting.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n(TILE = [^`]*)```", page)
-    checkpoint, file = save(), tmp_path / "park.onnx"
-    assert export(checkpoint, file) == 0
     names = dict(session=onnxruntime.InferenceSession(file), np=np)
     exec(code.replace("TILE = 320", "TILE = 64"), names)
     image = pictures((90, 150), 1, seed=3)[0]
     boxes, scores, _ = names["by_windows"](image)
-    found = Predictor(checkpoint)(image, dataset="park", min_score=0.0, tile=64)[0]
+    (found,) = predictor(image, dataset="park", min_score=0.0, tile=64)
     assert len(found.scores) > 100  # of several windows
     assert len(scores) == len(found.scores)
     np.testing.assert_allclose(scores, found.scores, atol=1e-4)
