@@ -116,21 +116,24 @@ assert not {name for name in new if name.startswith("damex.workbench.cli")}
     run_python("-c", code)
 
 
-SLOW = ("evaluation", "models.blocks", "engine.runner", "datasets.coco")
+NEED_MMDET = ("registry", "evaluation", "models.blocks", "engine.runner")
+NEED_MMDET += ("datasets.coco", "workbench.headroom.command")
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "registry",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (*SLOW, "workbench.headroom.command")
-        ),
-    ],
-)
-def test_every_module_that_needs_mmdet_can_be_the_first_import(run_python, module):
-    run_python("-c", f"import damex.{module}")
+@pytest.mark.slow
+def test_every_module_that_needs_mmdet_can_be_the_first_import(run_python):
+    """Each in a process of its own, which has imported torch and mmengine alone."""
+    code = f"""
+import os, sys
+import mmengine.runner, torchvision
+assert not {{"damex", "mmcv", "mmdet"}} & {{*sys.modules}}
+for name in {NEED_MMDET}:
+    if not (child := os.fork()):
+        __import__("damex." + name)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, name
+"""
+    run_python("-c", code)
 
 
 # ---- modules imported too early ----
