@@ -5,6 +5,7 @@ import pytest
 from mmdet.apis import inference_detector, init_detector
 from mmdet.models.detectors import DINO
 
+from damex.__main__ import main
 from damex.errors import ConfigError
 from damex.inference.predictor import Predictor
 from damex.inference.stored import DetectorCheckpoint
@@ -145,12 +146,12 @@ print("scores:", *found["scores"])
 
 
 @pytest.mark.slow
-def test_a_process_without_damex_predicts(save, photos, tmp_path, run_python):
+def test_a_process_without_damex_predicts(save, photos, tmp_path, run_python, capsys):
     checkpoint = save(base="moe-dino-mini_efficientnet-lite0")
     out = tmp_path / "park.pth"
-    export = ("export", checkpoint, "--dataset", "park", "--out", out)
-    done = run_python("-m", "damex", *export)
-    assert "2 classes" in done.stdout
+    words = ["export", str(checkpoint), "--dataset", "park", "--out", str(out)]
+    assert main(words) == 0
+    assert "2 classes" in capsys.readouterr().out
     image = photos / "a.png"
     done = run_python("-c", CODE, out.with_suffix(".py"), out, image)
     scores = [float(v) for v in done.stdout.split("scores:")[1].split()]
