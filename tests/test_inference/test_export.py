@@ -315,8 +315,10 @@ def test_mixtures_that_no_graph_follows(save, moe, words):
         mixture_graph(path)
 
 
-@pytest.mark.parametrize("refine", [False, True])
-@EXPORTED
+@pytest.mark.parametrize(
+    ("refine", "exported"),
+    [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.slow)],
+)
 def test_deformable_detr_without_stages(build_mmdet, refine, exported):
     detector = build_mmdet("MoEDeformableDETR")
     # mmdet's own class, which has no mixture to ask for.
