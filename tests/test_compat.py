@@ -116,18 +116,15 @@ assert not {name for name in new if name.startswith("damex.workbench.cli")}
     run_python("-c", code)
 
 
-NEED_MMDET = ("registry", "evaluation", "models.blocks", "engine.runner")
-NEED_MMDET += ("datasets.coco", "workbench.headroom.command")
-
-
 @pytest.mark.slow
 def test_every_module_that_needs_mmdet_can_be_the_first_import(run_python):
     """Each in a process of its own, which has imported torch and mmengine alone."""
-    code = f"""
+    code = """
 import os, sys
 import mmengine.runner, torchvision
-assert not {{"damex", "mmcv", "mmdet"}} & {{*sys.modules}}
-for name in {NEED_MMDET}:
+assert not {"damex", "mmcv", "mmdet"} & {*sys.modules}
+names = "registry evaluation models.blocks engine.runner datasets.coco"
+for name in (*names.split(), "workbench.headroom.command"):
     if not (child := os.fork()):
         __import__("damex." + name)
         os._exit(0)

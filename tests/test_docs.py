@@ -350,16 +350,16 @@ def test_every_table_is_on_a_page():
 
 
 @pytest.fixture
-def run(tmp_path, run_python):
-    place = dict(cwd=tmp_path, env=dict(PYTHONPATH=str(ROOT)))
-    return lambda *words: run_python(*words, **place).stdout
+def run(tmp_path, run_python, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    place = dict(PYTHONPATH=str(ROOT))
+    return lambda *words: run_python(*words, env=place).stdout
 
 
 @pytest.mark.slow
-def test_the_readme_runs(tmp_path, run, monkeypatch):
+def test_the_readme_runs(tmp_path, run):
     """Its commands and its Python for two folders, as they are, on small toy data."""
     sizes = ["--count", "2", "--train", "8", "--val", "4"]
-    monkeypatch.chdir(tmp_path)
     assert run_command(worlds_app, ["--out", "toy", *sizes]) == 0
     worlds = [path.parent for path in tmp_path.glob("toy/*/train.json")]
     code = [one for one in fences("README.md") if "data/toy/" in one]
@@ -392,12 +392,11 @@ def test_parts_of_ones_own_pass_the_tests_on_their_page(tmp_path, run):
 
 
 @pytest.mark.slow
-def test_the_notebook_runs(tmp_path, run, monkeypatch):
+def test_the_notebook_runs(tmp_path, run):
     notebook = (ROOT / "docs/get-started/tutorial.ipynb").read_text("utf-8")
     cells = json.loads(notebook)["cells"]
     code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert "FOLDERS" in code[0]
-    monkeypatch.chdir(tmp_path)
     assert run_command(damex_app, ["toydata", "--out", "toy"]) == 0
     options = {"train_dataloader.sampler.samples_per_epoch": 16}
     code[0] = (

@@ -14,10 +14,6 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
-def weights(path):
-    return torch.load(path, map_location="cpu", weights_only=False)["state_dict"]
-
-
 def test_train_then_test_end_in_the_same_table(write_config, run_tool, tmp_path):
     config = write_config()
     trained = run_tool("train.py", config)
@@ -75,15 +71,13 @@ def test_odd_names_train_resume_evaluate_and_predict(
 
 
 def test_options_of_datasets_travel_with_the_checkpoint(write_config, tmp_path, capsys):
-    config, work = (
-        write_config(extra="train_cfg = dict(max_epochs=1)"),
-        tmp_path / "work",
-    )
-    dense = ["--cfg-options", "moe=dense"]
+    config = write_config(extra="train_cfg = dict(max_epochs=1)")
+    work, dense = tmp_path / "work", ["--cfg-options", "moe=dense"]
     prior = ["model.label_prior.source=head", "model.ignore_unannotated_classes=True"]
     assert main(["train", str(config), *dense, *prior]) == 0
     checkpoint = str(work / "epoch_1.pth")
-    assert weights(checkpoint)["awareness.head.weight"].abs().sum() > 0
+    state = torch.load(checkpoint, weights_only=False)["state_dict"]
+    assert state["awareness.head.weight"].abs().sum() > 0
     again = ["--work-dir", str(tmp_path / "again")]
     assert main(["test", str(work / config.name), checkpoint, *again]) == 0
     assert main(["test", str(config), checkpoint, *dense]) == 2

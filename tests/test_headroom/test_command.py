@@ -18,30 +18,26 @@ from damex.workbench.headroom.command import (
 )
 
 
-@pytest.fixture
-def headroom(capfd, monkeypatch):
-    """Run the command, which ends with ``status``; returns what it printed."""
-    monkeypatch.setenv("COLUMNS", "100")
-
-    def run(*words, status=0):
-        assert main(["headroom", *map(str, words)]) == status
-        return capfd.readouterr()
-
-    return run
+def headroom(capfd, *words, status=0):
+    assert main(["headroom", *map(str, words)]) == status
+    return capfd.readouterr()
 
 
 @pytest.mark.slow
-def test_baselines_are_trained_compared_and_resumed(tmp_path, config, headroom):
+def test_baselines_are_trained_compared_and_resumed(
+    tmp_path, config, capfd, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "100")
     folder = tmp_path / "headroom"
     common = (config, "--work-dir", folder, "--seeds", "3")
-    first = headroom(*common, "--baselines")
+    first = headroom(capfd, *common, "--baselines")
     assert "together 1 trainings, 8 images" in first.out
     assert "No verdict" in first.out
     (kept,) = (folder / "dense").rglob("summary.json")
     before = kept.stat().st_mtime_ns
 
     more = ("--baselines", "single", "dense_lr2", "--jobs", "2")
-    second = headroom(*common, *more)
+    second = headroom(capfd, *common, *more)
     assert "4 runs, 1 finished before; 2 at a time" in second.out
     assert kept.stat().st_mtime_ns == before
     assert "(a guess from a single seed)" in second.out
@@ -59,24 +55,24 @@ def test_baselines_are_trained_compared_and_resumed(tmp_path, config, headroom):
     assert absent in (folder / "headroom.md").read_text()
 
     options = ("--baselines", "--cfg-options", "train_cfg.max_epochs=2")
-    other = headroom(*common, *options, status=2)
+    other = headroom(capfd, *common, *options, status=2)
     assert "runs of a config that differs in train_cfg;" in other.err
 
 
 @pytest.mark.slow
 def test_the_recipe_is_trained_once_for_the_oracle_and_for_itself(
-    tmp_path, config, headroom
+    tmp_path, config, capfd
 ):
     folder = tmp_path / "headroom"
     common = (config, "--work-dir", folder, "--seeds", "3", "--baselines", "oracle")
-    headroom(*common)
+    headroom(capfd, *common)
     found = json.loads((folder / "headroom.json").read_text())
     assert list(found["rows"]) == ["dense", "oracle"]
     oracle = json.loads((folder / "oracle/seed3/test_summary.json").read_text())
     assert oracle["routing_accuracy"]["mean"] == 1.0
     assert found["rows"]["oracle"]["mean_ap"] == [oracle["mean_ap"]]
 
-    second = headroom(*common, "--experts", "damex_best")
+    second = headroom(capfd, *common, "--experts", "damex_best")
     assert "finished before" not in second.out  # nothing is left to run
     scored = json.loads((folder / "headroom.json").read_text())
     assert list(scored["rows"]) == ["dense", "oracle", "damex_best"]

@@ -98,7 +98,7 @@ def halves(tmp_path_factory, model_of, make_batch, launch_processes):
     for family, boxes in itertools.product(FAMILIES, BOXES):
         options = dict(label_noise_ratio=0.0, box_noise_scale=0.0)
         if len({*boxes}) > 1:
-            options |= dict(num_denoising=0)
+            options["num_denoising"] = 0
             if not family.startswith("rt_detr_v2"):
                 options["weight_loss_ddf"] = 0.0
         if family == "deimv2":
@@ -106,8 +106,8 @@ def halves(tmp_path_factory, model_of, make_batch, launch_processes):
         if family.startswith(("rf_detr", "deformable_detr")):
             options = {}  # have neither noise nor distillation
         (folder := place / f"{family} {boxes}").mkdir()
-        model = model_of(family, config=options)
-        PlainConfig(dict(model=model)).dump(folder / "model.py")
+        model = dict(model=model_of(family, config=options))
+        PlainConfig(model).dump(folder / "model.py")
         size = (64, 64) if family == "rf_detr" else (64, 96)
         batch = make_batch([0, 1, 1, 0], sizes=[size] * 4, boxes=boxes)
         torch.save(batch, folder / "batch.pt")

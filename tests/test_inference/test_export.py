@@ -96,12 +96,6 @@ class InTorch:
         return [named[name].numpy() for name in names]
 
 
-# An export takes half a minute, the same graph in torch a second.
-EXPORTED = pytest.mark.parametrize(
-    "exported", [False, pytest.param(True, marks=pytest.mark.slow)]
-)
-
-
 def check(graph, detector, *, session=None, first_seed=0):
     """Hold a graph to a detector, on batches that it was not made with."""
     if session is None:
@@ -190,7 +184,8 @@ def test_images_are_prepared_as_in_the_training(save, steps):
             np.testing.assert_allclose(pixels, expected, atol=1e-6)
 
 
-@EXPORTED
+# An export takes half a minute, the same graph in torch a second.
+@pytest.mark.parametrize("exported", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_masked_canvas_of_another_size(save, exported):
     """The canvas is as large as the longest side, in whole strides."""
     graph, detector = graph_of(

@@ -1,5 +1,7 @@
 """Every detector of mmdet with every shipped mixture of experts: trains, predicts."""
 
+import re
+
 import pytest
 import torch
 from mmengine.config import Config
@@ -46,7 +48,8 @@ def test_trains_and_predicts(
     blocks = moe_blocks(detector)
     assert blocks
     trained = set()
-    for iteration in (0, 9):  # routers may have a warm-up
+    phased = re.search("warmup|DenseToSparse|BiasBalancer", str(moe))
+    for iteration in (0, 9) if phased else (9,):
         loss = total(run_loss(detector, batch, iteration=iteration))
         detector.zero_grad()
         loss.backward()

@@ -55,11 +55,8 @@ def run(function, layer, mask=None, seed=1):
 @needs_grouped_mm
 @pytest.mark.parametrize(
     ("name", "masked"),
-    [
-        *((name, True) for name in COMPILED),
-        # Routers and experts get rows of tokens, whether or not some were left out.
-        *((name, False) for name in (*GATES, *CAPPED) if name in COMPILED),
-    ],
+    # Routers and experts get rows of tokens, whether or not some were left out.
+    [(n, m) for n in COMPILED for m in (True, False) if m or n in {*GATES, *CAPPED}],
 )
 def test_one_graph_gives_what_eager_gives(name, masked):
     layer = layer_of(**COMPILED[name])

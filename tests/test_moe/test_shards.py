@@ -41,11 +41,8 @@ def together(request, tmp_path_factory, launch_processes):
     """What each of some processes found, in one launch for all cases."""
     count, size, device = request.param
     folder = tmp_path_factory.mktemp("shards")
-    launch_processes(
-        *(processes.__file__, folder, str(size), device),
-        count=count,
-        on_gpus=device == "cuda",
-    )
+    arguments, on_gpus = (folder, str(size), device), device == "cuda"
+    launch_processes(processes.__file__, *arguments, count=count, on_gpus=on_gpus)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(count)]
 
 
