@@ -133,7 +133,8 @@ def launch_processes(run_python) -> Callable[..., None]:
     """Runs ``main`` of a script, imported once, in processes as torchrun makes them."""
 
     def launch(script: Any, *arguments: Any, count: int, on_gpus: bool = False) -> None:
-        env = {} if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
+        safe = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # a look at GPUs before the fork
+        env = safe if on_gpus else {"CUDA_VISIBLE_DEVICES": ""}
         run_python("-c", FORK, count, script, *arguments, env=env)
 
     return launch

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 
-import mmengine.device.utils
-import mmengine.dist.dist
 import torch
 from torch import Tensor, UntypedStorage, distributed
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,6 +47,9 @@ def install() -> None:
 
     Cannot be undone: for processes of their own. Each has one device, number 0.
     """
+    import mmengine.device.utils
+    import mmengine.dist.dist
+
     setup = backend_registration._setup_privateuseone_for_python_backend
     setup(NAME, backend_module=_Module())
     _register_operations()
