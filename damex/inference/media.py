@@ -21,8 +21,10 @@ from damex.datasets.windows import windows_of
 from damex.errors import DataError, printable
 
 Picture = str | os.PathLike | np.ndarray | Image.Image
-VIDEO_SUFFIXES = (".mp4", ".m4v", ".avi", ".mov", ".mkv", ".webm", ".mpg", ".mpeg")
-VIDEO_SUFFIXES += (".wmv", ".flv", ".3gp", ".mts", ".m2ts")
+VIDEO_SUFFIXES = (
+    *(".mp4", ".m4v", ".avi", ".mov", ".mkv"),
+    *(".webm", ".mpg", ".mpeg", ".wmv", ".flv"),
+)
 
 
 def problem_of(path: Path) -> str | None:

@@ -34,8 +34,8 @@ from damex.workbench.growth.grow import (
 )
 
 # Start and folder of the original training, and keys that run code outside registries.
-NOT_KEPT = ("load_from", "load_optimizer", "resume", "train_only", "work_dir")
-NOT_KEPT += ("launcher", "compile")
+OF_A_TRAINING = ("load_from", "load_optimizer", "resume", "train_only", "work_dir")
+NOT_KEPT = (*OF_A_TRAINING, "launcher", "compile")
 DOWN, UP = "down_EDL", "up_ELD"  # of LowRankExperts
 
 
