@@ -28,6 +28,9 @@ TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 ARMS = {
     "dense": "one detector",
     "single": "one per dataset, same training in all",
+    "longer_dense": "one detector, 2 x training",
+    "longer_single": "one per dataset, 2 x training in all",
+    "longer_damex_best": "`damex_best`, 2 x training",
     "dense_full": "one detector, 7 x training",
     "template_full": "the template as it is, 7 x training",
     "template_dense_full": "the template without experts, 7 x training",
@@ -39,7 +42,10 @@ ARMS = {
 }
 
 # After the design of the comparison, which has no test for them.
-ADDED = ("dense_full", "template_full", "template_dense_full", "template_single_full")
+ADDED = (
+    *("dense_full", "template_full", "template_dense_full", "template_single_full"),
+    *("longer_dense", "longer_single", "longer_damex_best"),
+)
 
 Scores = Sequence[float]
 
@@ -402,6 +408,7 @@ def questions() -> str:
     best, found = "damex_best", "ignored_if_found"
     rows = [
         ("One detector or seven, equal compute?", seven, both, "single", real),
+        ("The same, 1,200 iterations?", seven, both, "longer_single", real),
         ("The same, 4,200 iterations?", seven, both, "single_full", real),
         ("Experts on datasets that look nothing alike?", seven, both, best, real),
         ("The paper's `damex`?", seven, both, "damex", real),
@@ -425,6 +432,7 @@ def questions() -> str:
         ("Names that agree?", eight, agree, best, why),
     ]
     bases = dict(single_full="dense_full", template_full="dense_full")
+    bases |= dict(longer_single="longer_dense")
     bases |= dict.fromkeys(
         ("template_single_full", "template_dense_full"), "template_full"
     )
