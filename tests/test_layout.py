@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 18_860), "workbench": (51, 12_635), "tests": (147, 32_218)}
-LIMITS |= {"hf": (8, 1_263), "tests/test_hf": (7, 1_549)}
+LIMITS = {"core": (77, 18_814), "workbench": (51, 12_630), "tests": (147, 32_243)}
+LIMITS |= {"hf": (6, 1_229), "tests/test_hf": (6, 1_549)}
 
 
 def layer_of(module):
