@@ -52,12 +52,10 @@ def did_you_mean(name: object, known: Iterable[str], *, limit: int = 20) -> str:
     return f"{start} has: {shown or 'nothing'}."
 
 
-def check_known(
-    name: object, known: Collection[str], words: str, *, limit: int = 20
-) -> None:
+def check_known(name: object, known: Collection[str], words: str) -> None:
     """Raise ConfigError with `words` and a suggestion unless a name is known."""
     if name not in known:
-        raise ConfigError(f"{words}; {did_you_mean(name, known, limit=limit)}")
+        raise ConfigError(f"{words}; {did_you_mean(name, known)}")
 
 
 RANGES: Mapping[str, Callable[[float], bool]] = MappingProxyType(

@@ -270,10 +270,11 @@ class MixtureMetric(BaseMetric):
         space = LabelSpace.from_metainfo(self.dataset_meta)
         # A DETR makes max_per_img detections of an image, or of each of its windows.
         made = max((len(row.of_all.scores) for row in results), default=0)
+        windows = Counter(row.place for row in results if row.window is not None)
         results = _whole_images(sorted(results, key=lambda row: row.place))
         images = [row.of_all for row in results]
         if not self._has_warned:
-            _warn_of_limits(results, self.max_dets, made)
+            _warn_of_limits(results, self.max_dets, made, windows)
         self._has_warned = True
         scores: dict[str, float] = {}
         is_same = any(row.of_dataset is row.of_all for row in results)
@@ -331,20 +332,26 @@ class MixtureMetric(BaseMetric):
         return {**found, "images": len(images), "boxes": boxes}
 
 
-def _warn_of_limits(rows: Sequence[_Row], max_dets: int, made: int) -> None:
-    """Warn if images have more objects than detections count, or are ``made``."""
+def _warn_of_limits(
+    rows: Sequence[_Row], max_dets: int, made: int, windows: Mapping[Any, int]
+) -> None:
+    """Warn if images have more objects than detections count, or are ``made`` of views.
+
+    ``windows`` are the numbers of windows of images that are not seen whole, by place.
+    """
     labels = [
         [one["label"] for one in row.of_all.ground_truth if not one["iscrowd"]]
         for row in rows
     ]
     of_class = [max(Counter(one).values(), default=0) for one in labels]
-    views = zip(labels, rows, strict=True)
-    of_whole = [len(one) for one, row in views if row.window is None]
+    pairs = zip(labels, rows, strict=True)
+    of_view = [math.ceil(len(one) / windows.get(row.place, 1)) for one, row in pairs]
+    objects = "objects per window" if windows else "objects"
     metric = "set max_dets of MixtureMetric, which is 100 in COCO"
     detector = "raise max_per_img in model.test_cfg, and model.num_queries"
     for limit, counts, what, verb, advice in (
         (max_dets, of_class, "objects of one class", "count", metric),
-        (made, of_whole, "objects", "are made", detector),
+        (made, of_view, objects, "are made", detector),
     ):
         above = sum(count > limit for count in counts)
         if above and limit:

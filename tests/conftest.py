@@ -110,6 +110,7 @@ def run_python() -> Callable[..., subprocess.CompletedProcess]:
 
 FORK = """
 import os, socket, sys
+import numpy
 from importlib import import_module
 from pathlib import Path
 from torch.multiprocessing import start_processes
@@ -121,6 +122,7 @@ with socket.create_server(("127.0.0.1", 0)) as free:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free.getsockname()[1]))
 
 def run(rank):
+    numpy.random.seed()  # a fork has the parent's state
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(count))
     main()
 

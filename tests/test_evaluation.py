@@ -332,6 +332,8 @@ def test_more_objects_than_detections_that_count(backend, monkeypatch):
     halves = [dict(copy.deepcopy(cut), window=(n, 0, 300, 400)) for n in (0, 1)]
     evaluate(halves, backend=backend, max_dets=150)
     assert not [text for text in said if "more than" in text]
+    evaluate(halves[:1], backend=backend, max_dets=150)
+    assert any("more than 100 objects per window (up to 150)" in text for text in said)
 
 
 def test_two_images_of_one_dataset_with_one_id_stay_two():

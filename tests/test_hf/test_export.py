@@ -424,7 +424,7 @@ STRETCHED = dict(type="Resize", scale=(90, 64))
     [
         *[(one, (RESIZE, PAD), False) for one in ("park", None)],
         *[(one, (STRETCHED,), False) for one in ("park", None)],  # 64 x 90 of 64 x 96
-        # An export takes half a minute; that of all datasets has what that of one has.
+        # An export takes half a minute: of all datasets, or of one.
         pytest.param(None, (RESIZE, PAD), True, marks=pytest.mark.slow),
     ],
 )
@@ -435,7 +435,7 @@ def test_a_graph_detects_what_the_detector_does(
     if family == "rf_detr" and steps == (STRETCHED,):
         steps = (dict(type="Resize", scale=(60, 60)),)  # 60 x 60 pixels of 64 x 64
     checkpoint, images = save_voting(family, steps=steps)
-    if exported and family.startswith(("deformable_detr", "d_fine timm")):
+    if exported and family.startswith(("deform", "d_fine timm", "deimv2", "rf_detr")):
         dataset = "park"
     if dataset is None and family.startswith("deformable_detr"):
         with pytest.raises(ConfigError, match="found other detections"):

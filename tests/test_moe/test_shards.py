@@ -27,7 +27,7 @@ LAYOUTS = [
     pytest.param((2, 1, "cpu"), id="DDP on 2"),
     pytest.param((4, 4, "cpu"), id="experts over 4"),
     # On a device, no collective is of CPU tensors, as with nccl.
-    pytest.param((4, 2, DEVICE), id="experts over 2, data over 2"),
+    pytest.param((4, 2, DEVICE), id=f"experts over 2, data over 2, {DEVICE}"),
     pytest.param(
         (GPUS, GPUS, "cuda"),
         id="experts over GPUs",

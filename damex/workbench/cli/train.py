@@ -104,8 +104,8 @@ def set_tiles(cfg: Config, words: Sequence[str]) -> None:
                 f"NAME= and one of these, got {value!r}."
             )
         if equals:
-            words = f"--tile {word}: the mixture has no dataset {name!r}"
-            check_known(name, numbers, words)
+            problem = f"--tile {word}: the mixture has no dataset {name!r}"
+            check_known(name, numbers, problem)
         for number in [numbers[name]] if equals else numbers.values():
             tile = value if value == "auto" else int(value)
             options[f"mixture.{number}.tile"] = tile
