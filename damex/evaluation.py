@@ -335,9 +335,10 @@ class MixtureMetric(BaseMetric):
 def _warn_of_limits(
     rows: Sequence[_Row], max_dets: int, made: int, windows: Mapping[Any, int]
 ) -> None:
-    """Warn if images have more objects than detections count, or are ``made`` of views.
+    """Warn if images have more objects than detections count, or exist.
 
-    ``windows`` are the numbers of windows of images that are not seen whole, by place.
+    ``made`` are the detections of an image or window, ``windows`` the numbers of
+    windows of images that are not seen whole, by place.
     """
     labels = [
         [one["label"] for one in row.of_all.ground_truth if not one["iscrowd"]]

@@ -132,7 +132,7 @@ start_processes(run, nprocs=count, start_method="fork")
 
 @pytest.fixture(scope="session")
 def launch_processes(run_python) -> Callable[..., None]:
-    """Runs ``main`` of a script, imported once, in processes as torchrun makes them."""
+    """Runs ``main`` of a script, imported once, in forks with the ranks of torchrun."""
 
     def launch(script: Any, *arguments: Any, count: int, on_gpus: bool = False) -> None:
         safe = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # a look at GPUs before the fork

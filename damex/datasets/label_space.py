@@ -329,12 +329,10 @@ class LabelSpace:
 
     def local_to_global(self, dataset_id: int, own: Sequence[str]) -> list[int]:
         """Mixture labels of a dataset's classes; ConfigError for an unknown class."""
-        mapping, place = (
-            self.dataset_classes[dataset_id],
-            self.dataset_names[dataset_id],
-        )
+        mapping = self.dataset_classes[dataset_id]
+        where = f"dataset {self.dataset_names[dataset_id]!r}"
         for name in own:
-            words = f"dataset {place!r}: class {name!r} is not in the label space"
+            words = f"{where}: class {name!r} is not in the label space"
             check_known(name, mapping, words)
         return [self.classes.index(mapping[name]) for name in own]
 

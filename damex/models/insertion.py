@@ -150,11 +150,13 @@ def _build_ffn_experts(
 ) -> tuple[MoELayer, SplitStart | None]:
     """Build a MoE layer with the width, activation and dropout of the FFN."""
     fine, width, split = config.fine_grained, dense.feedforward_channels, None
-    widths = width, width
+    shared_width = routed_width = width
     if fine is not None:
         split = SplitStart(parts=fine.routed, hidden_dims=width)
         try:
-            widths = cut_hidden_dims(width, parts=fine.parts, shared=fine.shared)
+            shared_width, routed_width = cut_hidden_dims(
+                width, parts=fine.parts, shared=fine.shared
+            )
         except ValueError as error:
             raise ConfigError(f"moe.fine_grained: {error}") from error
     ffn = dict(
@@ -164,9 +166,9 @@ def _build_ffn_experts(
     )
     layer = build_layer(
         config,
-        dict(**ffn, hidden_dims=widths[1]),
+        dict(**ffn, hidden_dims=routed_width),
         num_groups=num_groups,
-        shared_expert=dict(**ffn, hidden_dims=widths[0]),
+        shared_expert=dict(**ffn, hidden_dims=shared_width),
     )
     return layer, split
 

@@ -172,7 +172,7 @@ def test_a_config_stands_alone(run, tmp_path, monkeypatch, others):
     ("option", "error"),
     [
         ("classes=[lyon]", "'zoo': classes names 'lyon'; did you mean 'lion'"),
-        ("rename={7: seven}", "rename names the class .7.; it has: "),
+        ("rename={7: seven}", "rename names the class '7'; it has: "),
     ],
 )
 def test_a_class_that_is_not_there(entries, tmp_path, capsys, option, error):

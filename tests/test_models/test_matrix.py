@@ -1,7 +1,5 @@
 """Every detector of mmdet with every shipped mixture of experts: trains, predicts."""
 
-import re
-
 import pytest
 import torch
 from mmengine.config import Config
@@ -48,8 +46,7 @@ def test_trains_and_predicts(
     blocks = moe_blocks(detector)
     assert blocks
     trained = set()
-    phased = re.search("warmup|DenseToSparse|BiasBalancer", str(moe))
-    for iteration in (0, 9) if phased else (9,):
+    for iteration in (0, 9):  # routers may have a warm-up
         loss = total(run_loss(detector, batch, iteration=iteration))
         detector.zero_grad()
         loss.backward()

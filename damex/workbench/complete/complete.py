@@ -186,10 +186,7 @@ def _check(found: Thresholds, wanted: Sequence[str]) -> None:
 def _readable(
     teacher: Teacher, datasets: Sequence[LabeledDataset], classes: Sequence[str]
 ) -> list[LabeledDataset]:
-    """The other datasets of a training whose files are here, for the thresholds.
-
-    Their images may be elsewhere.
-    """
+    """The other datasets of a training for the thresholds, if their images are here."""
     names, found = {one.name for one in datasets}, []
     for entry in teacher.mixture:
         if entry.get("name") not in names:
