@@ -144,15 +144,13 @@ def train(
     """
     options = dict(options or {})
     folder = work_dir or options.get("work_dir")
-    words = ["train"]
     if isinstance(data, str | os.PathLike) and not Path(data).expanduser().is_dir():
-        config = os.fspath(data)
-        words.append(config)
-        default = _work_dir_of(config, resumes=resume)
+        words = ["train", os.fspath(data)]
+        default = _work_dir_of(os.fspath(data), resumes=resume)
         folder = Path(folder or default)
     else:
         datasets = _data_words(data)
-        words += ["--data", *datasets]
+        words = ["train", "--data", *datasets]
         folder = Path(folder or f"work_dirs/{run_name(named_folders(datasets))}")
     words += ["--work-dir", str(folder)]
     for name, value in (("model", model), ("epochs", epochs), ("device", device)):
@@ -183,7 +181,6 @@ def _work_dir_of(config: str, *, resumes: bool) -> str:
 
 
 def _data_words(data: Any) -> list[str]:
-    """Words of ``--data``."""
     if not isinstance(data, Mapping):
         several = [data] if isinstance(data, str | os.PathLike) else data
         return [os.fspath(folder) for folder in several]

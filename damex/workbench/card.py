@@ -94,10 +94,8 @@ def write_card(
         )
         if run.picture is not None:
             shutil.copyfile(run.picture, draft / PICTURE)
-        write_text(
-            draft / README,
-            readme(stored, run, out.resolve().name, license_text, licenses),
-        )
+        text = readme(stored, run, out.resolve().name, license_text, licenses)
+        write_text(draft / README, text)
     shown = f", and {PICTURE} shows images of the data" if run.picture else ""
     return [
         *(f"note: {note}" for note in kept_notes(stored)),
@@ -264,12 +262,11 @@ def _experts(stored: DetectorCheckpoint) -> str:
     block = next(filter(has_groups, moe_blocks(detector)), None)
     if block is None or block.moe.group_experts_GE is None:
         return plain(first)
-    rows = []
-    for group, own_E in zip(
-        stored.space.group_names, block.moe.group_experts_GE, strict=True
-    ):
-        numbers = own_E.nonzero().flatten().tolist()
-        rows.append((plain(group), ", ".join(map(str, numbers))))
+    groups, experts_GE = stored.space.group_names, block.moe.group_experts_GE
+    rows = [
+        (plain(group), ", ".join(map(str, own_E.nonzero().flatten().tolist())))
+        for group, own_E in zip(groups, experts_GE, strict=True)
+    ]
     return (
         f"{plain(first)} Each dataset was taught to use its own:\n\n"
         f"{markdown(('datasets', 'experts'), rows)}"

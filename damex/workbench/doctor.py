@@ -148,11 +148,9 @@ def check_version(need: Requirement, providers: Mapping[str, list[str]]) -> Row:
         return check_fit(need, row, fix)
     if not known:
         return replace(row, problem="not installed", fix=fix)
-    problem = f"{' and '.join(known)} in its place is not supported"
-    if own in known:
-        problem = f"{' and '.join(known)} overwrite each other"
+    fault = "overwrite each other" if own in known else "in its place is not supported"
     fix = f"pip uninstall -y {' '.join(known)} && {fix}"
-    return replace(row, problem=problem, fix=fix)
+    return replace(row, problem=f"{' and '.join(known)} {fault}", fix=fix)
 
 
 def check_fit(need: Requirement, row: Row, fix: str) -> Row:
@@ -190,8 +188,7 @@ def explain_failure(row: Row, error: str) -> Row:
         fix = 'pip install "setuptools<82"'
     elif missing and missing[1] != MODULES[row.name].partition(".")[0]:
         fix = f"pip install {missing[1]}"
-    problem = f"import fails: {' '.join(error.split())}"
-    return replace(row, problem=problem, fix=fix)
+    return replace(row, problem=f"import fails: {' '.join(error.split())}", fix=fix)
 
 
 def check_attention(ops: OpsReport) -> Row:

@@ -27,14 +27,10 @@ from damex.datasets.pixels import read_pixels
 from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.workbench.check.sources import image_records, read_source, sources_of
 
-# Images of a dataset that are looked at.
-SAMPLE = 100
-# Fewer images per dataset decide nothing.
-FEWEST = 20
-# Side of the small picture, and cells along it that are described.
-SIDE, CELLS = 32, 4
-# Directions of edges that are counted.
-DIRECTIONS = 8
+SAMPLE = 100  # images of a dataset that are looked at
+FEWEST = 20  # fewer images per dataset decide nothing
+SIDE, CELLS = 32, 4  # side of the small picture, and cells along it that are described
+DIRECTIONS = 8  # of edges that are counted
 RIDGE = 0.1
 # Share of images whose dataset is recognized; 0.5 is chance. Halves of one dataset
 # reach 0.59, of 32 images each 0.73; datasets of different sources 0.80 and more

@@ -30,21 +30,16 @@ from damex.datasets.image_files import (
 )
 from damex.datasets.pixels import decode
 
-# Sides of the small picture used to compare images.
-LOOK_SIDE = 16
-# Norm of its differences, in gray levels, below which a picture is plain.
-PLAIN = 4.0
+LOOK_SIDE = 16  # of the small picture used to compare images
+PLAIN = 4.0  # norm of its differences, in gray levels, below which a picture is plain
 # Cosine of two gradients: 0.99 and above if recompressed or resized, 0.95 and below
 # for successive pictures of one scene.
 NEAR = 0.98
-# Maximum number of near images to compare box by box.
-NEAREST = 10
+NEAREST = 10  # maximum number of near images to compare box by box
 # Minimum IoU of boxes of one object, and share of such boxes in duplicate images.
 SAME_BOX, SAME_OBJECTS = 0.5, 0.75
-# Rows per block of the matrix of all pairs.
-BLOCK = 256
-# Number of images of which all pairs are compared.
-MAX_COMPARED = 100_000
+BLOCK = 256  # rows per block of the matrix of all pairs
+MAX_COMPARED = 100_000  # number of images of which all pairs are compared
 
 
 def check_existence(
@@ -160,9 +155,8 @@ def gradient_of(image: Image.Image, size: tuple[int, int]) -> np.ndarray:
     # Reduced decoding rounds up, which would shift the picture.
     fraction = max(round(size[0] / image.width), 1)
     box = (0.0, 0.0, size[0] / fraction, size[1] / fraction)
-    sides = (LOOK_SIDE, LOOK_SIDE)
     grey = image.convert("L").convert("F")
-    small = grey.resize(sides, Image.Resampling.BILINEAR, box=box)
+    small = grey.resize((LOOK_SIDE, LOOK_SIDE), Image.Resampling.BILINEAR, box=box)
     pixels = np.asarray(small, np.float32)
     across, down = np.diff(pixels, axis=1), np.diff(pixels, axis=0)
     differences = np.concatenate([across.ravel(), down.ravel()])
@@ -292,9 +286,8 @@ def _looks_like(first: ImageRecord, other: ImageRecord, cosine: float) -> Findin
             "Look at both, and take one of them out: scores on training images are "
             "meaningless."
         )
-    return other.finding(
-        kind, f"looks like {_name(first)}, similarity {cosine:.3f}. {advice}"
-    )
+    text = f"looks like {_name(first)}, similarity {cosine:.3f}. {advice}"
+    return other.finding(kind, text)
 
 
 def _identical(first: ImageRecord, other: ImageRecord) -> Finding:
@@ -307,9 +300,8 @@ def _identical(first: ImageRecord, other: ImageRecord) -> Finding:
     advice = "Nothing to do if the two datasets annotate different classes in it."
     if first.location.dataset == other.location.dataset:
         advice = "Take one of them out."
-    return other.finding(
-        "duplicate-image", f"has the same content as {_name(first)}. {advice}"
-    )
+    text = f"has the same content as {_name(first)}. {advice}"
+    return other.finding("duplicate-image", text)
 
 
 def _name(image: ImageRecord) -> str:

@@ -195,8 +195,7 @@ def conflicts(rows: Rows) -> Iterator[str]:
         for (first, a), (second, b) in combinations(row, 2):
             if first == second or a.own.casefold() != b.own.casefold():
                 continue  # merged on purpose
-            reasons = list(_differences(a, b))
-            if reasons:
+            if reasons := list(_differences(a, b)):
                 yield f"{name!r} of {first} and {second}: {'; '.join(reasons)}"
 
 
@@ -227,9 +226,8 @@ def class_notes(
     are counted.
     """
     owns: dict[str, dict[str, list[str]]] = {name: {} for name in space.classes}
-    for dataset, mapping in zip(
-        space.dataset_names, space.dataset_classes, strict=True
-    ):
+    mappings = zip(space.dataset_names, space.dataset_classes, strict=True)
+    for dataset, mapping in mappings:
         for own, name in mapping.items():
             owns[name].setdefault(dataset, []).append(own)
     shared: dict[tuple[str, ...], list[str]] = {}

@@ -67,8 +67,7 @@ def _prepare(name: str, recipe: Recipe, root: Path) -> bool:
         )
         print("\n".join(f"    {path}" for path in lacks))
         return False
-    is_coco = name == "coco"
-    made = coco_documents(root) if is_coco else voc_documents(name, recipe, root)
+    made = coco_documents(root) if name == "coco" else voc_documents(name, recipe, root)
     for split, document in made.items():
         kept = recipe.classes.split()
         dropped = keep_classes(document, kept) if kept else 0

@@ -118,31 +118,30 @@ def _write_all(
     """
     json, csv, draw, classes = outputs
     counts, found = Counter[str](), list[tuple[Prediction, str]]()
+    stopped: BaseException | None = None
     try:
-        try:
-            drawings = None
-            if draw is not None:
-                drawings = Drawings(Path(draw), names, classes)
-            with drawings or nullcontext():
-                for one in stream:
-                    name = name_of(one, names)
-                    show(one, name)
-                    foreign = int(_is_foreign(one, least))
-                    counts.update(images=1, objects=len(one.scores), foreign=foreign)
-                    if (json, csv) != (None, None):
-                        found.append((replace(one, image=None), name))
-                    if drawings is not None:
-                        drawings.add(one)
-        except BaseException:  # Ctrl-C, too
-            if counts:
-                _write_files(found, json, csv, classes)
+        drawings = None if draw is None else Drawings(Path(draw), names, classes)
+        with drawings or nullcontext():
+            for one in stream:
+                name = name_of(one, names)
+                show(one, name)
+                foreign = int(_is_foreign(one, least))
+                counts.update(images=1, objects=len(one.scores), foreign=foreign)
+                if (json, csv) != (None, None):
+                    found.append((replace(one, image=None), name))
+                if drawings is not None:
+                    drawings.add(one)
+    except BaseException as error:  # Ctrl-C, too
+        if not counts:
             raise
+        stopped = error
+    try:
         _write_files(found, json, csv, classes)
     except BaseException as error:
         if not counts:
             raise
-        return counts, error
-    return counts, None
+        stopped = error
+    return counts, stopped
 
 
 def _write_files(
@@ -302,7 +301,6 @@ def _is_foreign(one: Prediction, least: float) -> bool:
 def _summary(
     counts: Mapping[str, int], problems: Sequence[DataError], files: int, least: float
 ) -> str:
-    """Closing report with counts and problems."""
     numbers = [(counts[f"{one}s"], one) for one in ("image", "object")]
     lines = [", ".join(f"{n} {one}{'s' * (n != 1)}" for n, one in numbers)]
     if strange := counts["foreign"]:
@@ -356,8 +354,7 @@ def write_csv(path: str | Path, found: Found) -> None:
         for one, name in found:
             about = _about(one)
             image = [_cell(name), one.width, one.height]
-            dataset = _cell(about.get("dataset", ""))
-            image += [dataset, about.get("probability", "")]
+            image += [_cell(about.get("dataset", "")), about.get("probability", "")]
             rows = zip(one.names, one.scores, one.boxes.tolist(), strict=True)
             for label, score, box in rows:
                 numbers = (round(float(score), 4), *(round(value, 2) for value in box))

@@ -30,7 +30,6 @@ ERRORS_OF_ARGUMENTS = (
 LIBRARIES = frozenset({"torch", "mmengine", "mmcv", "mmdet", "timm", "damex"})
 BUILDERS = "mmengine.registry.build_functions"
 
-
 NonNegativeInt = Annotated[int, Parameter(validator=Number(gte=0))]
 PositiveInt = Annotated[int, Parameter(validator=Number(gte=1))]
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
@@ -128,8 +127,7 @@ def command(app: App, module: str, *examples: str) -> Callable[[Callable], Calla
 
         # Help keeps line breaks: join the lines of an argument.
         run.__doc__ = re.sub(r"\n {8,}", " ", inspect.cleandoc(options.__doc__ or ""))
-        place = len([*app])
-        app.command(run, help_epilogue=_epilogue(examples), sort_key=place)
+        app.command(run, help_epilogue=_epilogue(examples), sort_key=len([*app]))
         return run
 
     return register

@@ -66,10 +66,8 @@ def train(
         train_completed(data, model, epochs, device, tile=tile, rare=rare, **run)
         return
     use_device(device)
-    alike: list[Pair] = []
     start = config or config_of_folders(named_folders(data), model or "tiny")
-    if isinstance(start, Config):
-        alike = share_experts(start.mixture)
+    alike = share_experts(start.mixture) if isinstance(start, Config) else []
     cfg = load_config(start, resumes=resume is not None, **run)
     set_tiles(cfg, tile)
     if has_experts(cfg):
@@ -293,8 +291,7 @@ def _train_or_resume(
     """Train in a folder; resume a training, unless it is older than its labels."""
     last, labels = folder / "last_checkpoint", folder.glob("completed/*/train.json")
     newest = max((one.stat().st_mtime for one in labels), default=0.0)
-    is_begun = last.exists() and last.stat().st_mtime > newest
-    begun = ["--resume"] if is_begun else []
+    begun = ["--resume"] * (last.exists() and last.stat().st_mtime > newest)
     settings = ["--cfg-options", *options] if options else []
     words = ["train", *words, "--work-dir", str(folder), *begun, *settings]
     run_damex(words, verbose=True)

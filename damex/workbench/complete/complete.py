@@ -50,7 +50,6 @@ from damex.workbench.zero_config import named_folders, run_name
 
 SIDE = 640  # of a drawn image, in pixels
 OWN: Color = (90, 90, 90)
-COMMAND = ("damex", "data", "complete")
 
 Labels = Mapping[str, Sequence[Label]]  # by dataset
 Thresholds = Mapping[str, Threshold]  # by class
@@ -117,7 +116,9 @@ def write_completed(
                 f"--out {out} lies inside of {root}, whose annotations it would then "
                 "be; choose a folder outside."
             )
-    chosen = _chosen(teacher, classes)
+    for name in classes:
+        check_known(name, teacher.classes, f"--classes: the teacher finds no {name!r}")
+    chosen = classes or teacher.classes
     datasets = read_datasets(entries, teacher.known, chosen)
     missing = _missing(teacher, datasets, chosen)
     wanted = [*dict.fromkeys(name for row in missing.values() for name in row)]
@@ -130,26 +131,15 @@ def write_completed(
             about = dict(teacher=source, thresholds=plain)
             labels = {}
             for one in datasets:
-                names = [n for n in missing[one.name] if n in found and found[n].labels]
-                mine = find_labels(
-                    teacher, one, missing[one.name], {n: found[n] for n in names}, bar
-                )
-                labels[one.name] = write_dataset(
-                    draft / one.name, one, mine, names, about
-                )
+                lacks, folder = missing[one.name], draft / one.name
+                used = {n: found[n] for n in lacks if n in found and found[n].labels}
+                mine = find_labels(teacher, one, lacks, used, bar)
+                labels[one.name] = write_dataset(folder, one, mine, [*used], about)
             write_page(draft, out, datasets, labels, found, samples, bar)
         write_json(draft / "report.json", about, indent=1)
     lines = [*_unknown(teacher, datasets), *report(missing, labels, found)]
     lines += [f"look at them: {out / 'index.html'}", _next_command(out, entries)]
     return "\n".join(lines)
-
-
-def _chosen(teacher: Teacher, classes: Sequence[str]) -> Sequence[str]:
-    """The classes to look for; ConfigError if the teacher knows one of them not."""
-    for name in classes:
-        words = f"--classes: the teacher finds no {name!r}"
-        check_known(name, teacher.classes, words)
-    return classes or teacher.classes
 
 
 def _missing(
@@ -263,8 +253,7 @@ def report(
         "precision, recall: of labels, on validation images that label the class; "
         "expect less of both in completed images",
     ]
-    skipped = {name for row in missing.values() for name in row} - {*found}
-    if skipped:
+    if skipped := {name for row in missing.values() for name in row} - {*found}:
         lines.append(
             f"not completed, for want of {MIN_OBJECTS} validation objects: "
             f"{', '.join(sorted(skipped))}; --min-score 0.5 sets the scores of all"
@@ -308,7 +297,7 @@ def write_page(
         for image in order[:samples]:
             tiles.append(_tile(dataset, image, of_image[image], colors))
             bar.step()
-        rows = labels[dataset.name]
+        rows, place = labels[dataset.name], shlex.quote(str(out / dataset.name))
         parts.append(
             dict(
                 name=dataset.name,
@@ -316,9 +305,7 @@ def write_page(
                 images=len(of_image),
                 accepted=sum(one.is_accepted for one in rows),
                 ignored=sum(not one.is_accepted for one in rows),
-                command=shlex.join(
-                    [*COMMAND, "--out", str(out / dataset.name), "--delete"]
-                ),
+                command=f"damex data complete --out {place} --delete",
             )
         )
     values = dict(datasets=parts, thresholds=thresholds)

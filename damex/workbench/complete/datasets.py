@@ -74,9 +74,8 @@ def read_datasets(
             )
         else:
             # A class that was left out, unless another has its name in the mixture.
-            others = {name: name for name in names if name in wanted}
-            others = {k: v for k, v in others.items() if v not in trained.values()}
-            classes = {**others, **trained}
+            others = {*wanted} - {*trained.values()}
+            classes = {**{name: name for name in names if name in others}, **trained}
         own = [s for s in SPLITS if s != "test" or spec.source(s) != spec.source("val")]
         splits = {name: _read(spec, name, classes) for name in own}
         if splits["val"] is None:
@@ -101,9 +100,8 @@ def _names_of(spec: DatasetSpec) -> list[str]:
             f"dataset {spec.name!r} is read by an mmdet dataset class, and labels are "
             "added to COCO files; convert it: damex data convert."
         )
-    records, _ = parse_records(
-        read_coco(source.annotations, spec.name), source.location, spec.classes
-    )
+    document = read_coco(source.annotations, spec.name)
+    records, _ = parse_records(document, source.location, spec.classes)
     assert records is not None  # read_coco has checked it
     return [*records.categories.values()]
 
@@ -188,11 +186,10 @@ def write_dataset(
             _annotation(one, split.images[one.image]["id"], numbers[one.name])
             for one in (numbered if name == "train" else ())
         ]
+        pairs = enumerate(zip(split.images, split.paths, strict=True))
         images = [
             {**image, "file_name": _linked(folder, name, number, image, path)}
-            for number, (image, path) in enumerate(
-                zip(split.images, split.paths, strict=True)
-            )
+            for number, (image, path) in pairs
         ]
         kept = [{**row, "category_id": numbers[own]} for row, own in split.annotations]
         info = split.document.get("info")

@@ -301,8 +301,7 @@ def judge(found: Found, truth: Objects, name: str) -> Judged:
     is_right_N = right_ones(boxes_N4, objects_K4)
     covered_NC = bbox_overlaps(boxes_N4, crowds_C4, mode="iof")
     counts_N = is_right_N | ~(covered_NC >= MIN_IOU).any(1).numpy()
-    score_N = found.scores_N[mine]
-    return score_N[counts_N], is_right_N[counts_N], len(objects_K4)
+    return found.scores_N[mine][counts_N], is_right_N[counts_N], len(objects_K4)
 
 
 def right_ones(boxes_N4: torch.Tensor, objects_K4: torch.Tensor) -> np.ndarray:

@@ -286,17 +286,16 @@ def voted_detector(
     ``labels`` are the classes of each dataset group. ConfigError if experts are not in
     FFNs, or do not predict one dataset per image.
     """
+    blocks: Any = moe_blocks(detector)
+    predicts = blocks and classifies_datasets(detector)
     known = detector.awareness and detector.awareness.config
     problems = {
         "label_prior or dataset_head": known and (known.label_prior or known.head),
-        "no experts, or none that were trained to predict the dataset": not moe_blocks(
-            detector
-        )
-        or not classifies_datasets(detector),
+        "no experts, or none that were trained to predict the dataset": not predicts,
     }
     reason = "so that it can be exported with --dataset NAME alone, if at all"
     reject(detector, path, problems, reason)
-    votes, blocks = ImageVotes(labels), cast(Any, moe_blocks(detector))
+    votes = ImageVotes(labels)
     for block in blocks:
         block.moe = VotedLayer(block, votes)
     detector.__class__ = mmdet_class(detector)  # opens no routing step

@@ -84,21 +84,17 @@ def write_export(
         check_steps(stored.pipeline)
     if image_size is not None:
         stored = stored.resized(image_size)
-    specialist, space = None, stored.space
-    datasets, classes = len(space.dataset_names), space.num_classes
-    about = f"{datasets} dataset{'s' * (datasets != 1)}, "
-    about += f"{classes} class{'es' * (classes != 1)}, "
-    about += f"{millions(stored.state)} million parameters"
+    specialist, whole = None, millions(stored.state)
+    datasets, classes = len(stored.space.dataset_names), stored.space.num_classes
+    start = f"{datasets} dataset{'s' * (datasets != 1)},"
+    parameters = f"{whole} million parameters"
     if dataset is not None:
         specialist = (extract_plain if is_plain else extract)(stored, dataset)
-        classes = len(specialist.classes)
-        about = (
-            f"{dataset}: {classes} class{'es' * (classes != 1)}, "
-            f"{millions(specialist.state)} million parameters of "
-            f"{millions(stored.state)}"
-        )
+        start, classes = f"{dataset}:", len(specialist.classes)
+        parameters = f"{millions(specialist.state)} million parameters of {whole}"
     elif form == FOLDER:
         specialist = extract_shared(stored)
+    about = f"{start} {classes} class{'es' * (classes != 1)}, {parameters}"
     if specialist is None or form == ".onnx":
         first, *lines = _export_onnx(stored, specialist, dataset, path)
         needs = "onnxruntime alone"

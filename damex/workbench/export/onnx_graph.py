@@ -66,13 +66,13 @@ def check_steps(pipeline: Sequence[Mapping[str, Any]]) -> None:
             f"which a .onnx file cannot; it can follow {', '.join(STEPS)}, in this "
             "order, with or without Pad."
         )
-    resize = next(step for step in pipeline if step["type"] == "Resize")
-    if "scale" not in resize:
+    steps = {step["type"]: step for step in pipeline}
+    if "scale" not in steps["Resize"]:
         raise ConfigError(
             "a .onnx file resizes images to one size, which the evaluation of the "
             "training does not: its Resize has no scale=(width, height)."
         )
-    pad = next((step for step in pipeline if step["type"] == "Pad"), {})
+    pad = steps.get("Pad", {})
     if pad.get("padding_mode", "constant") != "constant" or np.ndim(_value_of(pad)):
         raise ConfigError(
             f"a .onnx file pads with one number, and the evaluation by {dict(pad)}; "
@@ -111,9 +111,8 @@ class DetectorGraph(nn.Module):
         self.keep_ratio: bool = steps["Resize"].get("keep_ratio", False)
         self.border: Mapping[str, Any] = steps.get("Pad", {})
         groups = votes.labels if votes else []
-        foreign_GC = torch.ones(
-            len(groups), detector.bbox_head.num_classes, dtype=torch.bool
-        )
+        shape = len(groups), detector.bbox_head.num_classes
+        foreign_GC = torch.ones(shape, dtype=torch.bool)
         for foreign_C, labels in zip(foreign_GC, groups, strict=True):
             foreign_C[labels] = False
         self.register_buffer("foreign_GC", foreign_GC)
@@ -151,8 +150,7 @@ class DetectorGraph(nn.Module):
         probabilities_BG = self.votes.probabilities()
         foreign_BC = self.foreign_GC[self.votes.elected()]
         logits_BQC = logits_BQC.masked_fill(foreign_BC[:, None], -torch.inf)
-        best = self._best(logits_BQC, boxes_BQ4, file_2, images)
-        return *best, probabilities_BG
+        return *self._best(logits_BQC, boxes_BQ4, file_2, images), probabilities_BG
 
     def prepare(
         self, images: Tensor
@@ -354,9 +352,8 @@ def to_onnx(graph: DetectorGraph, about: Mapping[str, Any]) -> bytes:
         ) from error
     for node in model.graph.node:
         del node.metadata_props[:]  # lines of code, with paths of this machine
-    onnx.helper.set_model_props(
-        model, {key: json.dumps(value) for key, value in {**known, **about}.items()}
-    )
+    props = {key: json.dumps(value) for key, value in {**known, **about}.items()}
+    onnx.helper.set_model_props(model, props)
     onnx.checker.check_model(model, full_check=True)
     return model.SerializeToString()
 

@@ -70,12 +70,11 @@ class PlainTransformers:
                 "damex; export a .onnx file."
             )
         detector = self.build()
-        processor = image_processor(detector, self.pipeline)
         write_folder(
             folder,
             detector,
             classes=self.classes,
-            processor=processor,
+            processor=image_processor(detector, self.pipeline),
             adapters=self.adapters,
         )
         return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,6 @@ from damex.models.timm_backbone import TimmBackbone
 from damex.workbench.export.dense_experts import dense_ffn, pad_hidden, reject
 
 OF_DAMEX = ("moe", "num_groups", "label_coverage", "image_balance", *DATASET_OPTIONS)
-TIMM_KEYS = "backbone.net."  # of TimmBackbone in a state dict
 PACKAGES = ("mmdet", "mmcv", "mmengine", "torch", "timm")  # of an exported detector
 TIMM = "timm.create_model"  # mmengine imports and calls a type with a dot
 
@@ -90,11 +90,8 @@ def extract(stored: DetectorCheckpoint, dataset: str) -> Specialist:
 
 def _without_experts(detector: Any, group: int) -> dict[str, Tensor]:
     """State dict with an FFN in place of each mixture of experts."""
-    state = {
-        key: tensor
-        for key, tensor in detector.state_dict().items()
-        if not key.startswith("awareness.")
-    }
+    state = detector.state_dict()
+    state = {k: v for k, v in state.items() if not k.startswith("awareness.")}
     for part in COMPONENTS:
         for name, ffn in _ffns(detector, part, group).items():
             old = (f"{name}.moe.", f"{name}.dense_phase.", f"{name}.layers.")
@@ -102,8 +99,7 @@ def _without_experts(detector: Any, group: int) -> dict[str, Tensor]:
             state |= {f"{name}.layers.{k}": v.clone() for k, v in ffn.items()}
     if isinstance(detector.backbone, TimmBackbone):
         state = {
-            f"backbone.{k.removeprefix(TIMM_KEYS)}" if k.startswith(TIMM_KEYS) else k: v
-            for k, v in state.items()
+            re.sub(r"^backbone\.net\.", "backbone.", k): v for k, v in state.items()
         }
     return state
 
@@ -113,13 +109,12 @@ def _ffns(detector: Any, part: str, group: int) -> dict[str, dict[str, Tensor]]:
     modules = dict(getattr(detector, part).named_modules(prefix=part))
     if not any(isinstance(module, MoEFFN) for module in modules.values()):
         return {}
-    found = {
-        name: dense_ffn(module, group)
-        if isinstance(module, MoEFFN)
-        else module.layers.state_dict()
-        for name, module in modules.items()
-        if isinstance(module, (MoEFFN, FFN))
-    }
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, MoEFFN):
+            found[name] = dense_ffn(module, group)
+        elif isinstance(module, FFN):
+            found[name] = module.layers.state_dict()
     most = max(ffn["0.0.bias"].shape[0] for ffn in found.values())
     return {name: pad_hidden(ffn, most) for name, ffn in found.items()}
 

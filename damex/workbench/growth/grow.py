@@ -108,8 +108,7 @@ def add_datasets(
         )
     cfg = resolve_config(cfg)
     check_detector(cfg["model"])
-    space = label_space_of(cfg)
-    if space is None:
+    if (space := label_space_of(cfg)) is None:
         raise ConfigError("no dataloader of the config has a MixtureDataset.")
     _check_extends(stored, space)
     detector = build_initialized(cfg["model"])
@@ -233,15 +232,13 @@ def _check_experts(
     before = row_keys(detector, stored.state, RowNames.of_space(stored.space))
     after = row_keys(detector, detector.state_dict(), RowNames.of_space(space))
     for name in before.keys() & after.keys():
+        both = before[name], after[name]
         for group in {*stored.space.groups} & {*space.groups}:
-            counts = [
-                sum(group in key.names for key in keys)
-                for keys in (before[name], after[name])
-            ]
-            if counts[0] != counts[1]:
+            old, now = (sum(group in key.names for key in keys) for keys in both)
+            if old != now:
                 raise ConfigError(
-                    f"dataset group {group!r} has {counts[0]} experts per layer in the "
-                    f"checkpoint {stored.path} and would have {counts[1]}: the number "
+                    f"dataset group {group!r} has {old} experts per layer in the "
+                    f"checkpoint {stored.path} and would have {now}: the number "
                     "of experts does not follow that of the groups; set "
                     "moe.num_experts=None, or (fine_grained.copies) as many more."
                 )
@@ -291,8 +288,7 @@ def image_paths(cfg: Any, name: str, count: int) -> list[str]:
     (mixture,) = mixture_datasets(loader.get("dataset")) or [{}]
     entries = [entry for entry in cfg["mixture"] if entry["name"] == name]
     changes = dict(datasets=entries, label_space="union")
-    dataset = DATASETS.build({"type": "MixtureDataset", **mixture, **changes})
-    (source,) = dataset.sources
+    (source,) = DATASETS.build({"type": "MixtureDataset", **mixture, **changes}).sources
     number = min(count, len(source))
     places = [step * len(source) // number for step in range(number)]
     return [source.get_data_info(place)["img_path"] for place in places]
@@ -309,21 +305,16 @@ def _notes(stored: DetectorCheckpoint, detector: Any) -> Iterator[str]:
 
 def mixing_notes(detector: Any) -> Iterator[str]:
     """Warn if detections of one dataset depend on the parameters of the others."""
-    awareness = detector.awareness
+    effect = "so that detections of the others change, too."
     gates = [block.moe.gate for block in moe_blocks(detector)]
-    reasons = {
-        "the weight of an expert depends on all others (moe.gate)": any(
-            not (isinstance(gate, TopKGate) and gate.renormalize)
-            or gate.capacity is not None
-            for gate in gates
-        ),
-        "label_prior mixes what is known of all datasets": (
-            awareness is not None and awareness.config.label_prior is not None
-        ),
-    }
-    for reason, is_so in reasons.items():
-        if is_so:
-            yield f"{reason}, so that detections of the others change, too."
+    if not all(
+        isinstance(gate, TopKGate) and gate.renormalize and gate.capacity is None
+        for gate in gates
+    ):
+        yield f"the weight of an expert depends on all others (moe.gate), {effect}"
+    awareness = detector.awareness
+    if awareness is not None and awareness.config.label_prior is not None:
+        yield f"label_prior mixes what is known of all datasets, {effect}"
 
 
 def grow(

@@ -67,17 +67,15 @@ def merge_groups(stored: DetectorCheckpoint, datasets: Sequence[str]) -> Changed
         )
     name = "+".join(groups)
     # The first group gets the averaged rows; the others are dropped.
-    first = replace(
-        stored, state=_averaged(stored, groups), space=_renamed(old, groups[:1], name)
-    )
+    state, space = _averaged(stored, groups), _renamed(old, groups[:1], name)
+    first = replace(stored, state=state, space=space)
     return _limited(first, _renamed(old, groups, name))
 
 
 def _renamed(space: LabelSpace, groups: Collection[str], name: str) -> LabelSpace:
     """A label space in which some groups get another name."""
-    return replace(
-        space, groups=tuple(name if own in groups else own for own in space.groups)
-    )
+    renamed = tuple(name if own in groups else own for own in space.groups)
+    return replace(space, groups=renamed)
 
 
 def _averaged(stored: DetectorCheckpoint, groups: Sequence[str]) -> dict[str, Tensor]:
@@ -197,8 +195,7 @@ def _count_experts(
     count = int(layer.group_experts_GE[kept].any(0).sum())
     if moe.get("num_experts") is not None:
         moe["num_experts"] = count
-    fine = moe.get("fine_grained")
-    if fine is not None:
+    if (fine := moe.get("fine_grained")) is not None:
         fine["copies"] = fine["copies"] * count // layer.num_experts
 
 
@@ -246,13 +243,12 @@ def config_without(config: Mapping[str, Any], space: LabelSpace) -> dict[str, An
 def _entries(entries: Any, space: LabelSpace) -> list[Any]:
     """The entries of the remaining datasets, with their current groups."""
     groups = dict(zip(space.dataset_names, space.groups, strict=True))
-    kept = [entry for entry in entries or () if entry["name"] in groups]
-    return [
-        entry
-        if (entry.get("group") or entry["name"]) == groups[entry["name"]]
-        else dict(entry, group=groups[entry["name"]])
-        for entry in kept
-    ]
+    kept = []
+    for entry in entries or ():
+        if (group := groups.get(entry["name"])) is not None:
+            is_named = (entry.get("group") or entry["name"]) == group
+            kept.append(entry if is_named else dict(entry, group=group))
+    return kept
 
 
 def prune(checkpoint: str, *, drop: Sequence[str], out: str, trust: bool) -> None:
@@ -307,8 +303,7 @@ def _scores(stored: DetectorCheckpoint, label: str) -> dict[str, float | None]:
             f"the config in {stored.path} has no test_dataloader with a mixture to "
             "evaluate on; use --no-test."
         )
-    detector = stored.build(get_device())
-    summary = stored.evaluate(detector, loader or {}, label=label)
+    summary = stored.evaluate(stored.build(get_device()), loader or {}, label=label)
     rows = {name: row["ap"] for name, row in summary["datasets"].items()}
     return rows | {"mean": summary["mean_ap"], "pooled": summary["pooled_ap"]}
 

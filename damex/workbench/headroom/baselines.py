@@ -124,7 +124,6 @@ def _changed(joint: JointTraining, name: str, change: Change) -> Training:
 
 
 def _multiply(cfg: Config, *, path: str, factor: float) -> None:
-    """Multiply a number of a config."""
     *parents, key = path.split(".")
     inner: Any = cfg
     for parent in parents:
@@ -159,11 +158,9 @@ def _partition(cfg: Config) -> None:
         )
     labels = read_label_space(cfg.get("label_space") or "union")
     _forget_labels(cfg)
-    cfg["label_space"] = (
-        labels.partitioned().to_content()
-        if isinstance(labels, LabelFile)
-        else "partitioned"
-    )
+    cfg["label_space"] = "partitioned"
+    if isinstance(labels, LabelFile):
+        cfg["label_space"] = labels.partitioned().to_content()
     cfg["model"]["ignore_unannotated_classes"] = True
     cfg["model"]["label_prior"] = dict(source="head")
 

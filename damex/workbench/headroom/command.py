@@ -7,7 +7,6 @@ Each baseline is a training in ``WORK_DIR/BASELINE/seedN`` of the config
 from __future__ import annotations
 
 import copy
-import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -124,8 +123,7 @@ def _oracle_runs(
     trained: Sequence[Training], recipes: Mapping[int, Run], folder: Path
 ) -> dict[tuple[str, int], Run]:
     """Evaluations of the trained recipe in which the dataset of each image is given."""
-    recipe = next(one.config for one in trained if one.name == RECIPE)
-    cfg = copy.deepcopy(recipe)
+    cfg = copy.deepcopy(next(one.config for one in trained if one.name == RECIPE))
     cfg["moe"]["oracle"] = True
     cfg["test_cfg"] = dict(type="TestLoop")
     for key in ("dataloader", "evaluator"):  # the images of all other scores
@@ -173,20 +171,19 @@ def report(
         rows.pop(RECIPE, None)
     for baseline in SINGLES:
         trainings = {n: f"{baseline}_{n}" for n in datasets}
-        found = {n: rows.pop(of) for n, of in trainings.items() if of in rows}
-        if found:
+        if found := {n: rows.pop(of) for n, of in trainings.items() if of in rows}:
             rows[baseline] = single_row(found)
     rows |= {name: rows.pop(name) for name in experts}  # below the baselines
     mean_ap = {name: row["mean_ap"] for name, row in rows.items()}
     verdict, (reference, _) = decide(mean_ap), best_dense(mean_ap)
     decided: Row = dict(answer=None, text=NO_VERDICT)
     if verdict is not None:
-        decided = {**dataclasses.asdict(verdict), "text": str(verdict)}
-        decided["differences"] = {
-            name: one._asdict() for name, one in verdict.differences.items()
-        }
-        if verdict.learning_speed is not None:
-            decided["learning_speed"] = verdict.learning_speed._asdict()
+        speed = verdict.learning_speed
+        decided = vars(verdict) | dict(
+            differences={n: one._asdict() for n, one in verdict.differences.items()},
+            learning_speed=speed and speed._asdict(),
+            text=str(verdict),
+        )
     decided["text"] = best_head(mean_ap) + decided["text"]
     runs = {n: zip(seeds, found, strict=True) for n, found in summaries.items()}
     return dict(
@@ -285,8 +282,7 @@ def cell(value: Any) -> str:
 def _write(folder: Path, result: Mapping[str, Any], console: Console) -> None:
     """Write headroom.md and headroom.json, and print the former."""
     parts = [table_of(result["rows"])]
-    absent = [name for name in BASELINES if name not in result["rows"]]
-    if absent:
+    if absent := [name for name in BASELINES if name not in result["rows"]]:
         parts.append(f"Not included: {', '.join(absent)}.\n")
     if result["missing"]:
         gaps = ", ".join(f"seed {seed} of {name}" for name, seed in result["missing"])

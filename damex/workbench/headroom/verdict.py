@@ -70,9 +70,8 @@ def spread(values: Scores) -> Spread | None:
     known = [value for value in values if value is not None]
     if not known:
         return None
-    return Spread(
-        statistics.fmean(known), statistics.stdev(known) if known[1:] else None
-    )
+    deviation = statistics.stdev(known) if known[1:] else None
+    return Spread(statistics.fmean(known), deviation)
 
 
 def paired_difference(
@@ -136,11 +135,9 @@ class Verdict:
         text = f"{OPENINGS[self.answer]}{guess}: {why}"
         if self.reference == "dense" or self.learning_speed is None:
             return text
-        meaning = (
-            ": some of what experts win over dense would be learning speed."
-            if is_above(self.learning_speed)
-            else ", which is within the noise."
-        )
+        meaning = ", which is within the noise."
+        if is_above(self.learning_speed):
+            meaning = ": some of what experts win over dense would be learning speed."
         speed = f"{self.learning_speed} over dense{meaning}"
         return f"{text} Twice the learning rate alone gives {speed}"
 

@@ -43,7 +43,6 @@ _LICENSE = "Apache-2.0; digits: CC BY 4.0; photographs: CC BY 2.0 (see data/READ
 # Mostly square; the others make batches need padding.
 _SIZES_HW = ((128, 128), (128, 128), (128, 128), (96, 128), (128, 96))
 
-
 SPLITS = ("train", "val")
 ASSETS = Path(__file__).parent / "assets"  # their licences: data/README.md
 
@@ -143,8 +142,7 @@ def _digits_renderer(split: str) -> Renderer:
             canvas.scatter(draw_random("stick", rng, **look), rng, name=None)
         for _ in range(rng.integers(1, 8)):
             index = rng.integers(len(labels))
-            sprite = _digit(bitmaps[index], rng)
-            canvas.scatter(sprite, rng, name=DIGITS[labels[index]])
+            canvas.scatter(_digit(bitmaps[index], rng), rng, name=DIGITS[labels[index]])
         canvas.pixels += drawing.grain(size_hw, rng, sigma=0.015)
         return canvas
 
@@ -301,10 +299,8 @@ def toydata(*, out: Path, seed: int) -> None:
     boxes = generate_toy_mixture(out, seed=seed)
     print(f"{out}\n{'dataset':<10}{'images train/val':>18}{'boxes':>14}  classes")
     for spec in DATASETS:
-        images, found = (
-            f"{train}/{val}"
-            for train, val in ((spec.num_train, spec.num_val), boxes[spec.name])
-        )
+        images = f"{spec.num_train}/{spec.num_val}"
+        found = "/".join(map(str, boxes[spec.name]))
         print(f"{spec.name:<10}{images:>18}{found:>14}  {', '.join(spec.classes)}")
 
 

@@ -142,9 +142,8 @@ def draw_random(
 
 def random_color(rng: np.random.Generator, *, saturation: Range, value: Range) -> Color:
     """Return a colour of any hue with saturation and value in the given ranges."""
-    return colorsys.hsv_to_rgb(
-        rng.uniform(), rng.uniform(*saturation), rng.uniform(*value)
-    )
+    hue = rng.uniform()
+    return colorsys.hsv_to_rgb(hue, rng.uniform(*saturation), rng.uniform(*value))
 
 
 def random_size(rng: np.random.Generator, low: float, high: float) -> int:
