@@ -244,6 +244,38 @@ def _write_coco_dataset(
     )
 
 
+VOC_XML = """<annotation>
+<size><width>48</width><height>32</height><depth>3</depth></size>{objects}
+</annotation>"""
+VOC_OBJECT = """<object><name>{name}</name><difficult>{difficult}</difficult><bndbox>
+<xmin>5</xmin><ymin>6</ymin><xmax>20</xmax><ymax>26</ymax></bndbox></object>"""
+
+
+@pytest.fixture
+def write_voc() -> Callable[..., None]:
+    """Write a dataset in VOC layout: the objects of each image, and the lists.
+
+    All objects have the same box. Names with a ``?`` at the end are difficult.
+    """
+
+    def write(root: Path, objects: dict[str, list[str]], **lists: str) -> None:
+        for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
+            (root / folder).mkdir(parents=True, exist_ok=True)
+        for stem, names in objects.items():
+            rows = [
+                VOC_OBJECT.format(name=n.removesuffix("?"), difficult=int(n[-1] == "?"))
+                for n in names
+            ]
+            text = VOC_XML.format(objects="".join(rows))
+            (root / "Annotations" / f"{stem}.xml").write_text(text)
+            image = Image.new("RGB", (48, 32), stem.encode()[0])
+            image.save(root / "JPEGImages" / f"{stem}.jpg")
+        for split, stems in lists.items():
+            (root / f"ImageSets/Main/{split}.txt").write_text(stems)
+
+    return write
+
+
 @functools.cache
 def _read(path: Path) -> Config:
     """A config file, parsed once; to be copied before it is changed."""
@@ -328,34 +360,32 @@ def group():
     distributed.destroy_process_group()
 
 
+def batch_of(groups, *, sizes=None, boxes=None, seed=0):
+    """Data as a loader hands it to ``data_preprocessor``: images with boxes."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = sizes or [(64, 64)] * len(groups)
+    boxes = boxes or [2] * len(groups)
+    inputs, samples = [], []
+    for group, (height, width), count in zip(groups, sizes, boxes, strict=True):
+        image = torch.randint(0, 256, (3, height, width), generator=generator)
+        inputs.append(image.to(torch.uint8))
+        shape = dict(img_shape=(height, width), ori_shape=(height, width), img_id=1)
+        sample = DetDataSample(metainfo=dict(scale_factor=(1.0, 1.0), **shape))
+        if group is not None:
+            sample.set_metainfo(dict(group_id=group, dataset_id=group))
+        corner = torch.rand(count, 2, generator=generator) * 20
+        sample.gt_instances = InstanceData(
+            bboxes=torch.cat([corner, corner + 24], dim=1),
+            labels=torch.randint(0, 4, (count,), generator=generator),
+        )
+        samples.append(sample)
+    return dict(inputs=inputs, data_samples=samples)
+
+
 @pytest.fixture(scope="session")
 def make_batch():
-    """Data as a loader hands it to ``data_preprocessor``: images with boxes."""
-
-    def make(groups, *, sizes=None, boxes=None, seed=0):
-        generator = torch.Generator().manual_seed(seed)
-        sizes = sizes or [(64, 64)] * len(groups)
-        boxes = boxes or [2] * len(groups)
-        inputs, samples = [], []
-        for group, (height, width), count in zip(groups, sizes, boxes, strict=True):
-            inputs.append(
-                torch.randint(0, 256, (3, height, width), generator=generator).to(
-                    torch.uint8
-                )
-            )
-            shape = dict(img_shape=(height, width), ori_shape=(height, width), img_id=1)
-            sample = DetDataSample(metainfo=dict(scale_factor=(1.0, 1.0), **shape))
-            if group is not None:
-                sample.set_metainfo(dict(group_id=group, dataset_id=group))
-            corner = torch.rand(count, 2, generator=generator) * 20
-            sample.gt_instances = InstanceData(
-                bboxes=torch.cat([corner, corner + 24], dim=1),
-                labels=torch.randint(0, 4, (count,), generator=generator),
-            )
-            samples.append(sample)
-        return dict(inputs=inputs, data_samples=samples)
-
-    return make
+    """Factory of batches; see :func:`batch_of`."""
+    return batch_of
 
 
 # damex's detectors and the configs of mmdet that theirs are built from.

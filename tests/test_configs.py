@@ -9,7 +9,6 @@ import torch
 from mmdet.datasets import CocoDataset
 from mmdet.registry import DATASETS, MODELS
 from mmengine.config import Config
-from PIL import Image
 
 from damex.engine.config import build_runner, resolve_config
 from tests.conftest import MMDET_CONFIGS, initialized, shipped_configs
@@ -67,14 +66,8 @@ def test_full_size_dino_predicts(full_size, make_batch, run_predict):
     assert sum(found[0].routing_counts["decoder.0"]) == 900
 
 
-VOC_XML = """<annotation>
-<size><width>48</width><height>32</height><depth>3</depth></size>
-<object><name>{name}</name><difficult>0</difficult><bndbox><xmin>5</xmin><ymin>5</ymin>
-<xmax>20</xmax><ymax>20</ymax></bndbox></object></annotation>"""
-
-
 @pytest.fixture
-def fake_coco_and_voc(make_coco_dataset, tmp_path, monkeypatch):
+def fake_coco_and_voc(make_coco_dataset, write_voc, tmp_path, monkeypatch):
     """The folders of data/README.md with a few images each."""
     entry = make_coco_dataset(
         tmp_path / "coco", classes=["couch", "airplane"], num_images=2
@@ -90,13 +83,8 @@ def fake_coco_and_voc(make_coco_dataset, tmp_path, monkeypatch):
         (2012, "trainval", "cow"),
         (2007, "test", "aeroplane"),
     ):
-        root = tmp_path / "data" / "VOCdevkit" / f"VOC{year}"
-        for folder in ("ImageSets/Main", "Annotations", "JPEGImages"):
-            (root / folder).mkdir(parents=True, exist_ok=True)
-        stem = f"{year}_{image_set}"
-        (root / "ImageSets" / "Main" / f"{image_set}.txt").write_text(f"{stem}\n")
-        (root / "Annotations" / f"{stem}.xml").write_text(VOC_XML.format(name=name))
-        Image.new("RGB", (48, 32)).save(root / "JPEGImages" / f"{stem}.jpg")
+        root, stem = tmp_path / f"data/VOCdevkit/VOC{year}", f"{year}_{image_set}"
+        write_voc(root, {stem: [name]}, **{image_set: f"{stem}\n"})
     monkeypatch.chdir(tmp_path)
 
 

@@ -48,42 +48,16 @@ IN_DETECTOR = {
     "type": (("model", "backbone", "type"), f"{MODULE}.Net"),
     "type of a package": (("model", "neck", "type"), MODULE),
     "evaluated": (("model", "test_cfg", "nms"), dict(type=CALL)),
-    "scope": (("model", "neck", "_scope_"), MODULE),
     "step": (("test_dataloader", "dataset", "pipeline", 1, "type"), f"{MODULE}.Step"),
-    "config of a teacher": (
-        ("model", "neck"),
-        dict(
-            type="KnowledgeDistillationSingleStageDetector",
-            backbone=dict(type="ResNet", depth=18),
-            neck=dict(type="FPN"),
-            bbox_head=dict(type="LDHead"),
-            teacher_config="hostile.py",
-        ),
-    ),
-    "config in a list": (("model", "decoder", "x"), [[dict(config="hostile.py")]]),
-    "file of a backbone": (
-        ("model", "backbone"),
-        dict(type="TimmBackbone", name="resnet18", checkpoint_path="payload.bin"),
-    ),
-    "server of a step": (
-        ("test_dataloader", "dataset", "pipeline", 1, "backend_args"),
-        dict(backend="http"),
-    ),
 }
 # What only a training or an evaluation builds.
 AROUND = {
     "hook": (("custom_hooks",), [dict(type="os.mkdir", path="made")]),
-    "hook that builds": (
-        ("default_hooks", "ema"),
-        dict(type="EMAHook", ema_type=f"{MODULE}.Mean"),
-    ),
     "package": (("custom_hooks",), [dict(type=MODULE)]),
     "import": (("custom_imports",), dict(imports=[MODULE])),
     "runner": (("runner_type",), f"{MODULE}.Runner"),
     "optimizer": (("optim_wrapper", "optimizer", "type"), f"{MODULE}.SGD"),
-    "constructor": (("optim_wrapper", "constructor"), f"{MODULE}.Make"),
     "evaluator": (("test_evaluator", "type"), "os.mkdir"),
-    "loader": (("test_dataloader", "collate_fn"), dict(type=f"{MODULE}.collate")),
     "dataset": ((*FIRST, "val"), dict(type=f"{MODULE}.Data")),
     "address": ((*FIRST, "val"), "http://HOST/val.json"),
     "folder": (("default_hooks", "checkpoint", "out_dir"), "made"),
@@ -361,8 +335,7 @@ def test_a_folder_is_refused_in_a_line_that_names_the_file(bait, trained, kind, 
     (Path(path) / "README.md").write_text(f"<script>{CALL}</script>")
     attack, words = IN_FOLDER[kind]
     attack(Path(path))
-    lines = (*READING["predict"], *WRITING["prune"], *CONFIGURED["test"])
-    for line in (*lines, *SHARING["card"]):
+    for line in (*READING["predict"], *CONFIGURED["test"]):
         capsys.readouterr()
         assert run(line, trained, path) == 2
         (said,) = capsys.readouterr().err.strip().splitlines()[-1:]

@@ -5,17 +5,12 @@ from pathlib import Path
 
 import pytest
 from mmengine.config import Config
-from PIL import Image
 
 from damex.workbench.check.prepare import read_recipes
 from damex.workbench.cli.data import data
 from damex.workbench.cli.run import run_command
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-XML = """<annotation><size><width>48</width><height>32</height><depth>3</depth></size>
-{objects}</annotation>"""
-OBJECT = """<object><name>{name}</name><difficult>0</difficult><bndbox><xmin>5</xmin>
-<ymin>5</ymin><xmax>20</xmax><ymax>20</ymax></bndbox></object>"""
 
 
 @pytest.fixture
@@ -83,29 +78,10 @@ def test_coco_is_parted_by_the_images_of_val2017(run, tmp_path):
     assert run("coco")[1][0].startswith("coco: ready")
 
 
-@pytest.fixture
-def voc(tmp_path):
-    """Write a dataset in VOC layout: the objects of each image, and the lists."""
-
-    def write(name, objects, **lists):
-        root = tmp_path / name
-        for folder in ("Annotations", "JPEGImages", "ImageSets/Main"):
-            (root / folder).mkdir(parents=True)
-        for stem, names in objects.items():
-            text = XML.format(objects="".join(OBJECT.format(name=n) for n in names))
-            (root / "Annotations" / f"{stem}.xml").write_text(text)
-            image = Image.new("RGB", (48, 32), stem.encode()[0])
-            image.save(root / "JPEGImages" / f"{stem}.jpg")
-        for split, stems in lists.items():
-            (root / f"ImageSets/Main/{split}.txt").write_text(stems)
-        return root
-
-    return write
-
-
-def test_a_dataset_in_vocs_layout_becomes_two_coco_files(run, voc):
+def test_a_dataset_in_vocs_layout_becomes_two_coco_files(run, write_voc, tmp_path):
+    root = tmp_path / "kitti"
     objects = dict(a=["Car", "Van"], b=["Cyclist"], c=["Car"])
-    root = voc("kitti", objects, trainval="a\nb\n", test="c\n")
+    write_voc(root, objects, trainval="a\nb\n", test="c\n")
     status, lines, said = run("kitti")
     assert status == 0, said
     assert lines[0] == (

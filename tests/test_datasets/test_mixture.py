@@ -12,7 +12,6 @@ import pytest
 import torch
 from mmcv.transforms import BaseTransform
 from mmengine.dataset import pseudo_collate
-from PIL import Image
 from torch.utils.data import DataLoader
 
 from damex.datasets.mixture import MixtureDataset, local_seed
@@ -151,25 +150,9 @@ def test_values_are_plain_and_indices_end(two_datasets):
 
 
 @pytest.fixture
-def voc_entry(tmp_path):
+def voc_entry(write_voc, tmp_path):
     """A VOC dataset: image a has a sofa and a difficult cat, image b nothing."""
-    root = tmp_path / "VOC2007"
-    for folder in ("JPEGImages", "Annotations", "ImageSets/Main"):
-        (root / folder).mkdir(parents=True)
-    objects = dict(
-        a="<object><name>sofa</name><difficult>0</difficult><bndbox><xmin>11</xmin>"
-        "<ymin>6</ymin><xmax>31</xmax><ymax>26</ymax></bndbox></object>"
-        "<object><name>cat</name><difficult>1</difficult><bndbox><xmin>1</xmin>"
-        "<ymin>1</ymin><xmax>9</xmax><ymax>5</ymax></bndbox></object>",
-        b="",
-    )
-    for name, text in objects.items():
-        Image.new("RGB", (40, 30)).save(root / "JPEGImages" / f"{name}.jpg")
-        (root / "Annotations" / f"{name}.xml").write_text(
-            "<annotation><size><width>40</width><height>30</height></size>"
-            f"{text}</annotation>"
-        )
-    (root / "ImageSets/Main/all.txt").write_text("a\nb\n")
+    write_voc(tmp_path / "VOC2007", dict(a=["sofa", "cat?"], b=[]), all="a\nb\n")
     source = dict(
         type="VOCDataset",
         data_root=f"{tmp_path}/",
@@ -183,14 +166,14 @@ def test_voc_as_a_source(two_datasets, voc_entry):
     entries = [*two_datasets, voc_entry]
     dataset = load(entries)
     assert dataset.sizes == [5, 3, 1]  # image b is empty
-    # VOC counts pixels from 1: 11, 6, 31, 26 -> 10, 5, 30, 25.
-    assert packed_truth(dataset, 8) == [("couch", [10, 5, 20, 20])]
+    # VOC counts pixels from 1: 5, 6, 20, 26 -> 4, 5, 19, 25.
+    assert packed_truth(dataset, 8) == [("couch", [4, 5, 15, 20])]
     val = load(entries, "val")
     assert val.sizes == [5, 3, 2]
     label = val.metainfo["classes"].index
     assert val[8]["data_samples"].ground_truth == [
-        dict(bbox=[10, 5, 20, 20], label=label("couch"), area=400, iscrowd=0),
-        dict(bbox=[0, 0, 8, 4], label=label("cat"), area=32, iscrowd=1),
+        dict(bbox=[4, 5, 15, 20], label=label("couch"), area=300, iscrowd=0),
+        dict(bbox=[4, 5, 15, 20], label=label("cat"), area=300, iscrowd=1),
     ]
     voc_entry["classes"] = ["sofa"]
     val = load([voc_entry], "val")

@@ -99,8 +99,8 @@ def make_runner(write_config):
 def run_tool(run_python):
     """Run a script of ``tools/`` in a process of its own, on one thread."""
 
-    def run(tool, *arguments, launcher=(), **kwargs):
-        return run_python(*launcher, ROOT / "tools" / tool, *arguments, **kwargs)
+    def run(tool, *arguments, **kwargs):
+        return run_python(ROOT / "tools" / tool, *arguments, **kwargs)
 
     return run
 

@@ -11,10 +11,8 @@ from pathlib import Path
 
 import torch
 from mmdet.registry import MODELS
-from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.registry import init_default_scope
-from mmengine.structures import InstanceData
 from torch import distributed, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +21,9 @@ import damex.registry  # noqa: F401
 from damex.engine.sharding import shard_fully
 from damex.models.insertion import moe_blocks
 from damex.moe import ExpertGradients, gathered_experts, sharded_layers, sharded_names
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.conftest import batch_of
 
 ROOT = Path(__file__).parents[2]
 STEPS, MAX_NORM, NUM_EXPERTS = 2, 0.1, 8
@@ -55,23 +56,9 @@ def make_detector(size):
 def make_batch(step, rank):
     """Images of uneven size. As many boxes everywhere, so that their number, by which
     losses are divided, is that of the mean over processes."""
-    generator = torch.Generator().manual_seed(10 * step + rank)
-    inputs, samples = [], []
-    for (height, width), count in zip(SIZES[rank % 3], (3, 1), strict=True):
-        image = torch.randint(0, 256, (3, height, width), generator=generator)
-        inputs.append(image.to(torch.uint8))
-        shape = dict(img_shape=(height, width), ori_shape=(height, width))
-        group = int(torch.randint(0, 5, (1,), generator=generator))
-        sample = DetDataSample(
-            metainfo=dict(shape, scale_factor=(1.0, 1.0), img_id=1, group_id=group)
-        )
-        corner = torch.rand(count, 2, generator=generator) * 8
-        sample.gt_instances = InstanceData(
-            bboxes=torch.cat([corner, corner + 20], dim=1),
-            labels=torch.randint(0, 4, (count,), generator=generator),
-        )
-        samples.append(sample)
-    return dict(inputs=inputs, data_samples=samples)
+    seed = 10 * step + rank
+    groups = [seed % 5, (seed + 2) % 5]
+    return batch_of(groups, sizes=SIZES[rank % 3], boxes=(3, 1), seed=seed)
 
 
 def loss_of(model, detector, step, rank):

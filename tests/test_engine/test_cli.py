@@ -72,10 +72,6 @@ MISTAKES = {
         lambda entries: entries[0].update(train="trian.json"),
         ("dataset 'street'", "trian.json", "Correct data_root"),
     ),
-    "class with a typo": (
-        lambda entries: entries[0].update(classes=["car", "persom"]),
-        ("dataset 'street'", "'persom'", "did you mean 'person'?"),
-    ),
     "box outside of its image": (
         box_outside_of_its_image,
         (
@@ -83,17 +79,9 @@ MISTAKES = {
             "--cfg-options train_dataloader.dataset.on_bad_box=drop",
         ),
     ),
-    "missing image": (
-        missing_image,
-        ("dataset 'street'", "images/0.png does not exist", "Correct"),
-    ),
     "image that is text": (
         lambda entries: path_in_street(entries, "images/0.png").write_text("not"),
         ("images/0.png (3 bytes) cannot be decoded", "Replace the"),
-    ),
-    "dataset listed twice": (
-        lambda entries: entries.append(dict(entries[0])),
-        ("mixture[2] and mixture[0]", "'street'", "remove one"),
     ),
 }
 
@@ -218,15 +206,6 @@ def test_a_device_that_cannot_be_used_is_named(write_config, refuse, command):
     refuse([f"{count} GPUs are seen here"], *words, f"cuda:{count}")
 
 
-def test_an_evaluation_keeps_to_the_named_device(
-    write_config, untrained, run, monkeypatch
-):
-    monkeypatch.setattr(utils, "DEVICE", "cuda")  # as if there was one
-    config = write_config()
-    assert run("test", config, untrained(config), "--device", "cpu") == (0, "")
-    assert utils.DEVICE == "cpu"
-
-
 def test_a_dense_checkpoint_of_other_classes_starts_a_training(
     write_config, two_datasets, untrained, capsys
 ):
@@ -258,15 +237,15 @@ def test_one_dataset_of_the_mixture_can_be_evaluated(
     assert list(summary["datasets"]) == ["park"]
 
 
-def test_painted_images_of_datasets_do_not_replace_each_other(
-    write_config, untrained, run, tmp_path
+def test_an_evaluation_paints_images_of_each_dataset_on_the_named_device(
+    write_config, untrained, run, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr(utils, "DEVICE", "cuda")  # as if there was one
     config = write_config()
     folder, dump = tmp_path / "painted", tmp_path / "found.pkl"
-    status, _ = run(
-        "test", *(config, untrained(config), "--show-dir", folder, "--out", dump)
-    )
-    assert status == 0
+    options = ("--show-dir", folder, "--out", dump, "--device", "cpu")
+    assert run("test", config, untrained(config), *options) == (0, "")
+    assert utils.DEVICE == "cpu"
     assert len(list(folder.rglob("street/*.png"))) == 5
     assert len(list(folder.rglob("park/*.png"))) == 3
     assert dump.is_file()
@@ -422,20 +401,12 @@ SETTINGS = {
     "load_form=x": "load_form='x'.* nothing reads it.* 'load_from'",
     "train_pipeline.3.prob=1": "changes nothing: train_pipeline is a variable",
     "mixtur=x": "did you mean 'mixture'",
-    "moe=damx": "no config file 'damx'.* did you mean 'damex'",
-    "moe.gate.kk=2": "moe.gate.kk = 2.* did you mean 'k'",
     # impossible
-    "moe.layers.decoder=[7]": "layer 7.*3 layers: 0 to 2",
-    "moe.num_experts=1": "2 dataset groups.*set num_experts=2",
-    "model.bbox_head.num_classes=80": "is 80.*has 4 classes.*leave num_classes out",
-    "model.roi_head.bbox_head.num_classes=80": "roi_head.bbox_head.num_classes is 80",
+    "model.roi_head.bbox_head.num_classes=80": "roi_head.*is 80.*leave num_classes out",
     "val_evaluator.type=CocoMetric": "reads one annotation file; set val_evaluator=",
-    "label_space=intersection": "must be one of .'union', .* got 'intersection'",
-    "moe.gate.k=9": "moe.gate.k is 9.* 2 or less",
     "moe.gate.type=DenseSoftmaxGate": "moe.gate.k = 1.* moe.gate._delete_=True",
     f"moe={ROOT}/configs/_base_/moe/deepmoe_stage2.py": "frozen=True.* load_from=CHECK",
     "moe.num_experts=four": "moe.num_experts.* 1 or more.* 'four'",
-    "model.encoder.num_cp=7": "model.encoder.num_cp.* 0 to 2.* got 7",
     "max_epochs=0": f"max_epochs {WHOLE}, got 0",
     "max_epochs=lots": f"max_epochs {WHOLE}, got 'lots'",
     "train_cfg.max_epochs=0": f"train_cfg.max_epochs {WHOLE}, got 0",
@@ -542,35 +513,23 @@ def test_amp_trains_and_evaluates(write_config, run, tmp_path):
     assert run("test", config, tmp_path / "work" / "epoch_1.pth")[0] == 0
 
 
-def test_averaged_weights_are_saved_resumed_and_evaluated(write_config, run, tmp_path):
+def test_averaged_weights_are_saved_and_evaluated(write_config, run, tmp_path):
     """mmengine's EMAHook, as mmdet's docs have it."""
     config = write_config(
         extra="custom_hooks = [dict(type='EMAHook', momentum=0.2)]\n"
         "train_cfg = dict(max_epochs=2, val_begin=2)\n"
         "train_dataloader['sampler'] = dict(samples_per_epoch=4)"
     )
-
-    def train(folder, *arguments):
-        status, said = run("train", config, "--work-dir", folder, *arguments)
-        assert (status, said) == (0, "")
-        return torch.load(folder / "epoch_2.pth", "cpu", weights_only=False)
-
-    whole = train(tmp_path / "whole")
+    assert run("train", config) == (0, "")
+    path = tmp_path / "work" / "epoch_2.pth"
+    saved = torch.load(path, "cpu", weights_only=False)
     key = "bbox_head.reg_branches.0.0.weight"
-    trained = whole["ema_state_dict"][f"module.{key}"]  # mmengine swaps the two
-    assert not torch.equal(whole["state_dict"][key], trained)
+    trained = saved["ema_state_dict"][f"module.{key}"]  # mmengine swaps the two
+    assert not torch.equal(saved["state_dict"][key], trained)
 
-    resumed = train(
-        tmp_path / "resumed", "--resume", tmp_path / "whole" / "epoch_1.pth"
-    )
-    for name in ("state_dict", "ema_state_dict"):
-        assert whole[name].keys() == resumed[name].keys()
-        for key, value in whole[name].items():
-            assert torch.equal(value, resumed[name][key]), key
-
-    found = [json.loads((tmp_path / "whole" / "summary.json").read_text())]
+    found = [json.loads((tmp_path / "work" / "summary.json").read_text())]
     for tested in (config, write_config(name="without")):
-        arguments = (tmp_path / "whole" / "epoch_2.pth", "--work-dir", tmp_path / "t")
+        arguments = (path, "--work-dir", tmp_path / "t")
         assert run("test", tested, *arguments)[0] == 0
         found.append(json.loads((tmp_path / "t" / "test_summary.json").read_text()))
     assert found[0]["datasets"] == found[1]["datasets"] == found[2]["datasets"]

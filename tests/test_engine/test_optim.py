@@ -150,16 +150,8 @@ def test_accumulated_gradients_make_one_step():
 
 
 @pytest.mark.parametrize("moe", ["damex", "pmoe_conv"])
-def test_one_step_of_the_shipped_schedule_on_a_detector(moe):
-    from mmdet.registry import MODELS
-    from mmengine.registry import init_default_scope
-
-    init_default_scope("mmdet")
-    model = Config.fromfile(ROOT / "configs/_base_/models/moe-dino_tiny.py").model
-    model.bbox_head.num_classes = 4
-    choice = Config.fromfile(ROOT / f"configs/_base_/moe/{moe}.py").moe
-    model.update(moe=choice, num_groups=3)
-    detector = MODELS.build(model)
+def test_one_step_of_the_shipped_schedule_on_a_detector(moe, build):
+    detector = build(moe=moe)
     cfg = Config.fromfile(ROOT / "configs" / SCHEDULE).optim_wrapper
     wrapper = build_optim_wrapper(detector, cfg)
     banks, _ = expert_parameters(detector)

@@ -75,10 +75,8 @@ def schedule(runner):
 
 
 @pytest.mark.parametrize("options", [{"max_epochs": 7}, {"train_cfg.max_epochs": 7}])
-@pytest.mark.parametrize(
-    "extra", ["", "max_epochs = 12\ntrain_cfg = dict(max_epochs=3)"]
-)
-def test_one_number_moves_schedule_and_validation(make_runner, options, extra):
+def test_one_number_moves_schedule_and_validation(make_runner, options):
+    extra = "max_epochs = 12\ntrain_cfg = dict(max_epochs=3)"
     runner = make_runner(extra, **options)
     length, (_, cosine) = schedule(runner)
     assert length == 7 * 6
@@ -218,8 +216,9 @@ def test_a_checkpoint_of_other_experts_says_so(make_runner, warnings_of_runners)
     assert "moe.losses.DatasetRoutingLoss was DatasetRoutingLoss and is None" in note
 
 
-@pytest.mark.parametrize("meta", [{}, dict(meta=None)], ids=["none", "empty"])
-@pytest.mark.parametrize("is_evaluated", [False, True])
+@pytest.mark.parametrize(
+    ("meta", "is_evaluated"), [({}, False), ({}, True), (dict(meta=None), True)]
+)
 def test_a_checkpoint_of_weights_alone_can_be_loaded(make_runner, meta, is_evaluated):
     runner = make_runner()
     path = f"{runner.work_dir}/weights.pth"

@@ -1,5 +1,6 @@
 """``moe.expert_parallel`` in detectors and runners, with real processes."""
 
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,16 @@ def test_the_log_says_which_process_has_which_experts(folder):
     (log,) = (folder / "spread").glob("*/*.log")
     words = "of 4 experts each process holds 2 (this one 0 to 1); 1 x 2 processes"
     assert words in log.read_text()
+
+
+@pytest.mark.slow
+def test_all_processes_together_evaluate_each_image_once(folder):
+    for work in ("plain", "spread", "sharded"):
+        summary = json.loads((folder / work / "summary.json").read_text())
+        # 8 samples per epoch over two processes of batch 2: 2 iterations, 2 epochs.
+        assert summary["iterations"] == 4
+        images = {name: row["images"] for name, row in summary["datasets"].items()}
+        assert images == dict(street=5, park=3)
 
 
 @pytest.mark.slow

@@ -84,25 +84,5 @@ def test_options_of_datasets_travel_with_the_checkpoint(write_config, tmp_path, 
     assert "tensors are unknown (such as awareness." in capsys.readouterr().err
 
 
-def test_two_processes_train_and_evaluate(write_config, run_tool, tmp_path):
-    """One dataset has its own expert and comes so seldom that a rank lacks it."""
-    config = write_config()
-    run_tool(
-        "train.py",
-        *(config, "--launcher", "pytorch"),
-        launcher=("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"),
-    )
-    summary = json.loads((tmp_path / "work" / "summary.json").read_text())
-    # 12 samples per epoch over two processes of batch 2: 3 iterations, 2 epochs.
-    assert summary["iterations"] == 6
-    images = {name: row["images"] for name, row in summary["datasets"].items()}
-    assert images == {e["name"]: _num_val_images(e) for e in _mixture(config)}
-
-
 def _mixture(config):
     return Config.fromfile(config).mixture
-
-
-def _num_val_images(entry):
-    path = Path(entry["data_root"]) / entry["val"]
-    return len(json.loads(path.read_text())["images"])

@@ -14,7 +14,7 @@ from PIL import Image
 
 import damex
 from damex.errors import ConfigError, DataError
-from damex.workbench.api import _finished
+from damex.workbench import api
 from damex.workbench.check.sources import mixture_config_of
 from damex.workbench.zero_config import (
     MODELS,
@@ -114,26 +114,12 @@ def test_an_unknown_model_gets_a_suggestion():
         config_of_folders({"fish": "data/fish"}, "tinny")
 
 
-def test_a_loaded_detector_predicts_as_the_predictor_does(save, predictor, photos):
-    detector = damex.load(save(), device="cpu")
-    assert detector.datasets == predictor.datasets
-    found = list(detector.predict(photos, min_score=0.0))
-    assert [one.path.relative_to(photos).as_posix() for one in found] == [
-        "a.png",
-        "b.jpg",
-        "deep/a.png",
-    ]
-    for one, expected in zip(
-        found, predictor([o.path for o in found], min_score=0.0), strict=True
-    ):
-        np.testing.assert_array_equal(one.boxes, expected.boxes)
-
-
 def test_every_mention_of_an_image_has_its_prediction_in_order(
-    save, photos, monkeypatch
+    save, predictor, photos, monkeypatch
 ):
     monkeypatch.chdir(photos)
     detector = damex.load(save(), device="cpu")
+    assert detector.datasets == predictor.datasets
     array = np.zeros((64, 96, 3), np.uint8)
     mentions = ["a.png", array, Path("b.jpg"), "a.png", "deep", Image.open("a.png")]
     found = [one.path and one.path.as_posix() for one in detector.predict(mentions)]
@@ -143,6 +129,12 @@ def test_every_mention_of_an_image_has_its_prediction_in_order(
     assert [one.path and one.path.as_posix() for one in lazily] == expected
     (one,) = detector.predict(Image.open("a.png"))
     assert (one.path, one.width, one.height) == (None, 96, 64)
+    found = [*detector.predict(".", min_score=0.0)]
+    assert [one.path.as_posix() for one in found] == ["a.png", "b.jpg", "deep/a.png"]
+    for one, same in zip(
+        found, predictor([one.path for one in found], min_score=0.0), strict=True
+    ):
+        np.testing.assert_array_equal(one.boxes, same.boxes)
     assert [*detector.predict([])] == []
 
 
@@ -262,25 +254,24 @@ def test_a_training_from_folders_leaves_the_program_as_it_was(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("content", "options", "expected"),
-    [
-        ("work_dir = 'mine'", {}, "mine"),
-        ("", {}, "work_dirs/short"),
-        ("work_dir = 'mine'", {"work_dir": "other"}, "other"),
-    ],
-)
 def test_a_config_trains_into_the_folder_of_the_command_line(
-    make_coco_dataset, tmp_path, monkeypatch, content, options, expected
+    make_coco_dataset, tmp_path, monkeypatch
 ):
     make_coco_dataset(tmp_path / "fish", classes=["cod"], num_images=4)
     monkeypatch.chdir(tmp_path)
     base = config_of_folders({"fish": "fish"})
     base.train_dataloader.sampler.samples_per_epoch = 8
     base.dump("base.py")
-    Path("short.py").write_text(f"_base_ = ['base.py']\n{content}\nmax_epochs = 1\n")
-    run = damex.train("short.py", options=options, device="cpu", verbose=False)
-    assert run.work_dir == Path(expected)
+    content = "_base_ = ['base.py']\nwork_dir = 'mine'\nmax_epochs = 1\n"
+    Path("short.py").write_text(content)
+    with monkeypatch.context() as patch:
+        patch.setattr(api, "run_damex", lambda words, **_: None)
+        patch.setattr(api, "_finished", lambda folder: folder)
+        found = [damex.train(f"{name}.py") for name in ("short", "base")]
+    assert found == [Path("mine"), Path("work_dirs/base")]
+    other = {"work_dir": "other"}
+    run = damex.train("short.py", options=other, device="cpu", verbose=False)
+    assert run.work_dir == Path("other")
     assert run.config.is_file()
 
 
@@ -290,7 +281,7 @@ def test_a_finished_training_names_its_own_checkpoint(tmp_path):
         (tmp_path / name).touch()
     summary = dict(config="mine.py", checkpoint="epoch_2.pth")
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    run = _finished(tmp_path)
+    run = api._finished(tmp_path)
     assert (run.checkpoint, run.config) == (
         tmp_path / "epoch_2.pth",
         tmp_path / "mine.py",

@@ -130,7 +130,9 @@ def test_another_size_and_a_class_alone(save, tmp_path):
     session = start_session(out.read_bytes())
     check(*graph_of(checkpoint, dataset="sky", size=size), session=session)
     known = session.get_modelmeta().custom_metadata_map
-    assert json.loads(known["image_size"]) == [60, 100]
+    known = {key: json.loads(value) for key, value in known.items()}
+    assert (known["image_size"], known["dataset"]) == ([60, 100], "sky")
+    assert known["classes"] == ["kite"]
     shapes = {one.name: one.shape for one in session.get_outputs()}
     assert shapes == dict(
         boxes=["batch", 50, 4], scores=["batch", 50], labels=["batch", 50]
@@ -325,17 +327,15 @@ def test_deformable_detr_without_stages(build_mmdet, refine, exported):
     check(graph, mmdets, session=None if exported else InTorch(graph))
 
 
-@pytest.mark.parametrize("dataset", ["park", "auto"])
-def test_the_command_and_its_file(save, tmp_path, capsys, dataset):
+def test_the_command_and_its_file(save, tmp_path, capsys):
     """Files of any shape get the detections of ``damex predict``."""
     checkpoint, out = save_mixture(save), tmp_path / "new" / "made.onnx"
     capsys.readouterr()  # the log of building a detector
-    assert export(checkpoint, out, dataset=None if dataset == "auto" else dataset) == 0
+    assert export(checkpoint, out, dataset=None) == 0
     written, about, compared, times = capsys.readouterr().out.splitlines()
     assert written.startswith(f"written: {out} ({out.stat().st_size / 1e6:.1f} MB), ")
     assert written.endswith(" 96 x 64 pixels at most")
-    numbers = dict(park="park: 2 classes, ", auto="3 datasets, 4 classes, ")
-    assert about.startswith(numbers[dataset])
+    assert about.startswith("3 datasets, 4 classes, ")
     assert ": scores differ by " in compared
     assert "noise (no validation image is here), in 6 shapes" in compared
     assert re.search(r": [\d.]+ in onnxruntime, [\d.]+ in mmdet$", times)
@@ -343,18 +343,15 @@ def test_the_command_and_its_file(save, tmp_path, capsys, dataset):
     known = session.get_modelmeta().custom_metadata_map
     known = {key: json.loads(value) for key, value in known.items()}
     assert (known["image_size"], known["keep_ratio"]) == ([96, 64], True)
-    if dataset == "park":
-        assert (known["dataset"], known["classes"]) == ("park", ["person", "dog"])
-    else:
-        assert known["datasets"] == ["street", "park", "sky"]
-        assert known["labels"] == dict(street=[0, 1], park=[1, 2], sky=[3])
-    names = ["boxes", "scores", "labels", *["datasets"] * (dataset == "auto")]
+    assert known["datasets"] == ["street", "park", "sky"]
+    assert known["labels"] == dict(street=[0, 1], park=[1, 2], sky=[3])
+    names = ["boxes", "scores", "labels", "datasets"]
     assert [one.name for one in session.get_outputs()] == names
     for seed, size in enumerate(SIZES):
         path = tmp_path / "image.png"
         (image,) = pictures(size, 1, seed=seed)
         Image.fromarray(image).save(path)
-        (one,) = predictor(path, dataset=dataset, min_score=0.0)
+        (one,) = predictor(path, min_score=0.0)
         labels = np.array([known["classes"].index(name) for name in one.names])
         expected = Detections(one.boxes, one.scores, labels)
         (found,) = detections_of_graph(session, image[None])
@@ -543,13 +540,14 @@ def test_detectors_that_no_graph_follows(build_mmdet, save):
 
 
 @pytest.mark.slow
-def test_the_code_of_the_docs_runs_without_torch(save, tmp_path, run_alone):
+def test_the_code_of_the_docs_runs_without_torch(save, tmp_path, run_alone, capsys):
     """It prints what `damex predict` finds in a photo on its side, also by windows."""
     page = (ROOT / "docs/guides/exporting.md").read_text("utf-8")
     (code,) = re.findall(r"```python\n([^`]*import onnxruntime[^`]*)```", page)
     checkpoint, room = save(), tmp_path / "room.jpg"
     file = tmp_path / "playroom.onnx"
     assert export(checkpoint, file) == 0
+    assert "\npark: 2 classes, " in capsys.readouterr().out
     exif = Image.Exif()
     exif[0x0112] = 6  # turned by 90 degrees
     Image.fromarray(pictures((210, 90), 1, seed=3)[0]).save(room, exif=exif)

@@ -177,17 +177,17 @@ def moe(*, k, num_experts, **changes):
     )
 
 
-@pytest.mark.parametrize(("k", "num_experts"), [(1, 5), (2, 4)])
 def test_tokens_learn_to_go_to_the_experts_of_their_group(
-    build, make_batch, run_loss, run_predict, k, num_experts
+    build, make_batch, run_loss, run_predict
 ):
-    detector = build(moe=moe(k=k, num_experts=num_experts), num_groups=2)
+    """Two each, where one group has three experts and the other two."""
+    detector = build(moe=moe(k=2, num_experts=5), num_groups=2)
     batch = make_batch([0, 1, 0, 1])
     for group, image in zip([0, 1, 0, 1], batch["inputs"], strict=True):
         image.copy_(image // 4 + 190 * group)  # dark and bright
     block = moe_blocks(detector)[0]
     experts = [row.nonzero().flatten() for row in block.moe.group_experts_GE]
-    assert sorted(torch.cat(experts).tolist()) == list(range(num_experts))
+    assert sorted(torch.cat(experts).tolist()) == list(range(5))
     optimizer = torch.optim.AdamW(detector.parameters(), lr=2e-3)
     for _ in range(12):
         losses = run_loss(detector, batch)
@@ -229,13 +229,6 @@ def test_many_datasets_need_no_expert_each_where_nothing_asks_for_it(
     samples = run_predict(detector, batch)
     assert "group_experts" not in samples[0]
     assert "routing_counts" in samples[0]
-
-
-def test_images_of_no_dataset_of_the_mixture_are_counted_as_none(
-    build, make_batch, run_loss
-):
-    losses = run_loss(build(moe=DAMEX), make_batch([None, None]))
-    assert losses["moe_routing_accuracy"] == 0.0
 
 
 @pytest.mark.parametrize(
