@@ -64,9 +64,12 @@ class RunSummaryHook(Hook):
         self._scores: dict[str, float] = {}
 
     def before_train(self, runner: Runner) -> None:
-        """Start the clock."""
+        """Start the clock, and remove what an earlier training says of its weights."""
         self._train_started = time.monotonic()
         self._first_iter = runner.iter
+        if runner.rank == 0 and not runner.iter:
+            for name in ("summary.json", "detections.png"):
+                (Path(runner.work_dir) / name).unlink(missing_ok=True)
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Clear the images of the previous evaluation."""
@@ -189,8 +192,7 @@ def _best_or_last(runner: Runner) -> str | None:
     Best checkpoints of an earlier training may lie beside it.
     """
     known = runner.message_hub.runtime_info
-    names = [key for key in known if key == "best_ckpt" or key[:10] == "best_ckpt_"]
-    found = [known[name] for name in sorted(names)]
+    found = [known[name] for name in sorted(known) if name.startswith("best_ckpt")]
     with suppress(DataError):
         found.append(latest_checkpoint(runner.work_dir))
     for path in filter(None, found):
@@ -205,9 +207,7 @@ def _best_or_last(runner: Runner) -> str | None:
 def scores_of(metrics: Mapping[str, float]) -> dict[str, float]:
     """Select MixtureMetric's scores among the metrics, without their prefix."""
     return {
-        key.removeprefix(PREFIX): value
-        for key, value in metrics.items()
-        if key.startswith(PREFIX)
+        k.removeprefix(PREFIX): v for k, v in metrics.items() if k.startswith(PREFIX)
     }
 
 

@@ -34,7 +34,7 @@ class Prediction:
         scores: (n,) in [0, 1].
         labels: (n,) indices into ``Detector.classes``.
         names: Class names of the labels.
-        dataset: The dataset whose classes were detected; None for all classes.
+        dataset: Dataset, or predicted group, whose classes were detected; None for all.
         probabilities: Predicted probability of each dataset group; they sum to 1. Empty
             if the dataset was given or cannot be predicted.
         frame: Frame number from 0; None for an image.

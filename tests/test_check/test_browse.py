@@ -1,5 +1,6 @@
 """The page stands by itself and says what the files hold."""
 
+import json
 import random
 import shutil
 import time
@@ -97,8 +98,15 @@ def test_folders_in_place_of_a_config(dataset, monkeypatch, tmp_path):
     assert names == ["b_train", "b_val", "street_train", "street_val"]
 
 
-def test_the_tables_count(browse):
-    _, page = browse(rename=dict(car="vehicle"), classes=["car", "tree"])
+@pytest.mark.parametrize("how", ["entry", "label file"])
+def test_the_tables_count(browse, tmp_path, how):
+    if how == "entry":
+        _, page = browse(rename=dict(car="vehicle"), classes=["car", "tree"])
+    else:
+        street = dict(car="vehicle", person=None)
+        labels = dict(version=1, unlisted="union", datasets=dict(street=street))
+        (tmp_path / "labels.json").write_text(json.dumps(labels))
+        _, page = browse("--cfg-options", f"label_space={tmp_path / 'labels.json'}")
     rows = {row[0]: row for row in page.rows}
     assert rows["vehicle"][1:] == rows["tree"][1:] == ["14/6", "20"]
     assert "person" not in rows

@@ -381,6 +381,18 @@ def test_uncompressed_images_with_equal_borders_have_other_shares(tmp_path):
     assert len({content_share(tmp_path / f"{n}.bmp") for n in range(3)}) == 3
 
 
+def test_augmented_copies_of_roboflow_have_the_share_of_their_image(tmp_path):
+    for number in range(20):
+        (tmp_path / f"cat_{number % 2}_jpg.rf.{number:032x}.jpg").write_bytes(
+            b"%d" % number
+        )
+    shares = [
+        {content_share(one) for one in tmp_path.glob(f"cat_{n}*")} for n in (0, 1)
+    ]
+    assert [*map(len, shares)] == [1, 1]
+    assert shares[0] != shares[1]
+
+
 ANT = write_coco({"a.png": ((40, 20), [("ant", (1, 2, 9, 8))])})["labels.json"]
 
 
@@ -397,11 +409,13 @@ def test_coco_is_found_among_many_other_files(folder, read):
 
 def test_folders_split_the_images_of_one_file(folder, read):
     rows = ["filename,class,xmin,ymin,xmax,ymax"]
-    rows += [f"{name},ant,1,2,9,8" for name in ("train/0.png", "val/1.png")]
-    root = folder("train/0.png val/1.png", {"a.csv": "\n".join(rows)})
-    assert sides(read(root)) == {"train": {"0.png"}, "val": {"1.png"}}
+    names = ["train/0.png", "val/1.png", "other/2.png"]
+    rows += [f"{name},ant,1,2,9,8" for name in names]
+    root = folder(names, {"a.csv": "\n".join(rows)})
+    assert sides(found := read(root)) == {"train": {"0.png"}, "val": {"1.png"}}
+    assert found.dropped == {"annotated images in no split that is used": 1}
     found = read(root, test=("val",), val_share=0.0)  # the entry decides
-    assert sides(found) == {"train": {"0.png"}, "test": {"1.png"}}
+    assert sides(found) == {"train": {"0.png", "2.png"}, "test": {"1.png"}}
 
 
 def test_the_split_of_a_row_tells_equal_names_apart(folder, read):

@@ -366,6 +366,67 @@ LAYOUTS = [
         train="train/images/a.jpg cat",
         val="train/images/a.jpg cat",
     ),
+    layout(
+        "masks with the names of the images",
+        {f"annotations/{one}.json": coco() for one in ("train", "val")},
+        more="annotations/train/a.jpg annotations/val/a.jpg depth/train/a.jpg",
+        train="images/train/a.jpg cat",
+        val="images/val/a.jpg cat",
+    ),
+    layout(
+        "one of two cameras",
+        {"x.csv": f"{CSV}cam1/a.jpg,dog,20,5,30,19\ncam2/a.jpg,cat,3,2,15,8\n"},
+        {"boxes of images that are missing": 1},
+        options=dict(val_share=0.0),
+        train="cam2/a.jpg cat",
+    ),
+    layout(
+        "images of train divided anew",
+        {"train.json": coco(), "val.json": coco(["b.jpg"], [(1, DOG)])},
+        train="images/train/a.jpg cat",
+        val="images/train/b.jpg dog",
+    ),
+    layout(
+        "trainval in coco",
+        {"instances_trainval.json": coco(), "instances_test.json": coco(["b.jpg"])},
+        options=dict(val_share=0.0),
+        train="a.jpg cat",
+        test="b.jpg cat",
+    ),
+    layout(
+        "trainval without train in voc",
+        {f"{one}.xml": xml(CAT) for one in "ab"}
+        | {"ImageSets/Main/trainval.txt": "a\nb", "ImageSets/Main/val.txt": "b"},
+        train="a.jpg cat",
+        val="b.jpg cat",
+    ),
+    layout(
+        "voc of cvat",
+        {"Annotations/a.xml": xml(CAT), "ImageSets/Main/default.txt": "a"},
+        options=dict(val_share=0.0),
+        train="a.jpg cat",
+    ),
+    layout(
+        "kitti with lists beside it",
+        {f"label_2/{one}.txt": kitti(*CAT) for one in "ab"}
+        | {"train.txt": "a\n", "val.txt": "b\n"},
+        train="image_2/a.jpg cat",
+        val="image_2/b.jpg cat",
+    ),
+    layout(
+        "yolo with lists of names",
+        {**LABELLED, "train.txt": "a\nc\n", "val.txt": "b\n"},
+        train="a.jpg cat, c.jpg cat",
+        val="b.jpg cat",
+    ),
+    layout(
+        "roboflow without valid and with an unnamed test",
+        {"data.yaml": YAML, **{f"{one}/a.txt": CAT_LINE for one in ("train", "test")}},
+        {"no folder 'valid' for val": 1},
+        options=dict(val_share=0.0),
+        train="train/a.jpg cat",
+        test="test/a.jpg cat",
+    ),
 ]
 
 

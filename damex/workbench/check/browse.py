@@ -28,6 +28,7 @@ from damex.files import atomic_write, make_folder, write_text
 from damex.inference.drawing import Color, draw_boxes, palette
 from damex.progress import Bar
 from damex.workbench.check.sources import (
+    class_mappings,
     expectations,
     mixture_config_of,
     read_source,
@@ -41,13 +42,11 @@ SMALL, LARGE = 32, 96
 EDGES = 2.0 ** np.arange(0, 11.5, 0.5)
 CHART_WIDTH, CHART_HEIGHT = 320, 110
 TICKS = (4, 16, SMALL, LARGE, 256, 1024)
-# Image sizes are binned to limit the circles of a chart.
-SIZE_STEP = 32
+SIZE_STEP = 32  # image sizes are binned to limit the circles of a chart
 SIZE_CHART = 150
 TILE = 400
 COLUMNS = 4
-# Only the largest boxes get names, as more would hide the image.
-MAX_NAMES = 12
+MAX_NAMES = 12  # of the largest boxes: more would hide the image
 GAP, TITLE, CAPTION = 8, 40, 18
 PAPER, INK = (250, 250, 248), (30, 30, 30)
 
@@ -118,17 +117,19 @@ def _read(
 ) -> tuple[list[SplitView], list[str]]:
     """Views of all splits, and sentences about those that cannot be read."""
     views: dict[str, SplitView] = {}
-    notes: list[str] = []
-    for spec in parse_mixture(cfg["mixture"]):
+    specs = parse_mixture(cfg["mixture"])
+    mappings, problem = class_mappings(cfg, specs)
+    notes = [problem] if problem else []
+    for spec, mapping in zip(specs, mappings, strict=True):
         for source in sources_of(spec, SPLITS):
             if isinstance(source, Finding):
                 notes.append(source.message)
                 continue
             file, split = source.location.file, source.location.split
             progress.begin(f"read {file}", None)
-            expected = expectations(cfg, spec, split)
-            rng = random.Random(seed)
-            view = view_of(source, expected, spec.rename, num_samples, rng)
+            expected = expectations(cfg, spec, split, mapping)
+            rename, rng = mapping or spec.rename, random.Random(seed)
+            view = view_of(source, expected, rename, num_samples, rng)
             if view is None:
                 notes.append(f"{file} cannot be read; run check.")
             elif views.setdefault(view.title, view) is not view:
@@ -211,9 +212,8 @@ def _class_rows(
 ) -> list[dict[str, Any]]:
     """A row for each class with its counts per dataset; common classes first."""
     total: Counter[str] = Counter()
-    for views in of_dataset.values():
-        for view in views:
-            total.update(view.counts)
+    for view in itertools.chain(*of_dataset.values()):
+        total.update(view.counts)
     rows = []
     for name in sorted(total, key=lambda name: (-total[name], name)):
         cells = [
@@ -400,6 +400,5 @@ def contact_sheet(title: str, samples: Tiles) -> Image.Image:
 def _broken(error: Exception) -> Image.Image:
     tile = Image.new("RGB", (TILE, TILE // 2), (225, 225, 220))
     text = f"cannot be opened:\n{type(error).__name__}"
-    font = ImageFont.load_default(16)
-    ImageDraw.Draw(tile).text((12, 12), text, fill=INK, font=font)
+    ImageDraw.Draw(tile).text((12, 12), text, fill=INK, font=ImageFont.load_default(16))
     return tile

@@ -19,9 +19,8 @@ from damex.datasets.coco_schema import Expectations
 from damex.datasets.findings import LEVELS, RULES, Finding, Location, truncate_findings
 from damex.datasets.geometry import choose_tiles
 from damex.datasets.image_files import ImageRecord, check_image, check_scales
-from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import SPLITS, Source, parse_mixture
-from damex.errors import ConfigError, DataError, printable
+from damex.errors import ConfigError, printable
 from damex.files import check_file, write_json
 from damex.progress import Bar
 from damex.workbench.check.classes import ClassCounts, check_classes, count_boxes
@@ -33,6 +32,7 @@ from damex.workbench.check.images import (
     same_files,
 )
 from damex.workbench.check.sources import (
+    class_mappings,
     expectations,
     image_records,
     mixture_config_of,
@@ -40,12 +40,9 @@ from damex.workbench.check.sources import (
     sources_of,
 )
 
-# Seed of the order of images, as time may not suffice for all.
-SEED = 0
-# For opening images before a training; existence is always checked.
-SECONDS = 20.0
-# Findings in the log file of a training
-MAX_LOGGED = 200
+SEED = 0  # of the order of images, as time may not suffice for all
+SECONDS = 20.0  # to open images before a training; existence is always checked
+MAX_LOGGED = 200  # findings in the log file of a training
 
 
 def check(
@@ -113,7 +110,6 @@ def _print_report(findings: Sequence[Finding], examples: int) -> None:
 
 
 def _count_levels(findings: Iterable[Finding]) -> str:
-    """Number of findings of each level, in words."""
     counts = Counter(finding.level for finding in findings)
     return ", ".join(f"{counts[x]:,} {x}{'s' * (counts[x] != 1)}" for x in LEVELS)
 
@@ -200,8 +196,7 @@ class Inspection:
             location = Location("all datasets", "image files")
             found.append(location.finding("not-checked", None, text))
         progress.begin("compare images", None)
-        seen = there[: len(infos)]
-        found += same_files(there) if quick else find_leaks(seen, infos)
+        found += same_files(there) if quick else find_leaks(there[: len(infos)], infos)
         self.findings += truncate_findings(found)
 
 
@@ -224,16 +219,9 @@ def check_config(
     inspection = loaded or Inspection(quick=quick)
     choose_tiles(cfg)
     specs = parse_mixture(cfg["mixture"])
-    dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}
-    mode = dataset.get("label_space") or cfg.get("label_space") or "union"
-    classes: Sequence[tuple[str, ...] | None] = [None] * len(specs)
-    problem = ""
-    try:
-        classes = [tuple(own) for own in LabelSpace.of(specs, mode).dataset_classes]
-    except (ConfigError, DataError) as error:
-        problem = str(error)
+    mappings, problem = class_mappings(cfg, specs)
     required = ["train", *(s for s in splits if cfg.get(f"{s}_dataloader"))]
-    for spec, used in zip(specs, classes, strict=True):
+    for spec, used in zip(specs, mappings, strict=True):
         expected_of = partial(expectations, cfg, spec, classes=used)
         sources = sources_of(spec, splits, required)
         inspection.add_dataset(sources, expected_of, spec.rename, progress)
@@ -245,9 +233,8 @@ def check_config(
     if len(specs) > 1 and (is_mixture or not quick):
         progress.begin("compare datasets", None)
         groups = {spec.name: spec.group_name for spec in specs}
-        inspection.findings += check_looks(
-            inspection.images, groups, is_mixture=is_mixture
-        )
+        looks = check_looks(inspection.images, groups, is_mixture=is_mixture)
+        inspection.findings += looks
     return inspection
 
 
@@ -284,21 +271,18 @@ def refusal(
     Returns why training is not possible, or None.
     """
     splits = ["train", *(["val"] if cfg.get("val_dataloader") else [])]
-    findings = check_config(
-        cfg, quick=True, splits=splits, seconds=SECONDS, loaded=loaded
-    ).findings
+    found = check_config(cfg, quick=True, splits=splits, seconds=SECONDS, loaded=loaded)
+    findings = found.findings
     for finding in findings[:MAX_LOGGED]:
         logger.info(f"data check: {finding.level}: {finding.message}")
-    errors = [*errors_of(findings)]
-    if errors:
+    if errors := [*errors_of(findings)]:
         rest = sum(error.count for error in errors) - errors[0].count
         more = (
             f" There are {rest} more errors in the data ({_kinds(errors)}); damex data "
             "check CONFIG lists them."
         )
         return errors[0].message + (more if rest else "")
-    kinds = _kinds(finding for finding in findings if finding.level == "warning")
-    if kinds:
+    if kinds := _kinds(finding for finding in findings if finding.level == "warning"):
         logger.warning(f"data check: {kinds}; run damex data check CONFIG.")
     for finding in findings:
         if finding.kind in ("not-checked", "boxes-small") or (

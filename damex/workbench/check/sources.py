@@ -17,6 +17,7 @@ from damex.datasets.coco_schema import Expectations
 from damex.datasets.findings import Finding, Location
 from damex.datasets.geometry import set_image_size
 from damex.datasets.image_files import ImageRecord, NamedBox
+from damex.datasets.label_space import LabelSpace
 from damex.datasets.mmdet_configs import (
     applies_exif,
     dataset_registry,
@@ -124,24 +125,17 @@ def _sources_of(spec: DatasetSpec, split: str) -> list[Source]:
     inner = leaves(config)
     if any(leaf["type"] != "NamedCocoDataset" for leaf in inner):
         return [Source(spec.location(split), config=config)]
-    paths = map(coco_paths, inner)
     return [
         Source(Location.of(spec.name, file, split=split), file, folder)
-        for file, folder in paths
+        for file, folder in map(coco_paths, inner)
     ]
 
 
 def read_source(source: Source) -> tuple[Any, list[Finding]]:
     """The annotations of a split as a COCO document, or None; and findings."""
-    if source.config is None:
-        return read_json(source.annotations, source.location)
-    return _read_dataset(source.config, source.location)
-
-
-def _read_dataset(
-    config: Mapping[str, Any], location: Location
-) -> tuple[Any, list[Finding]]:
-    """The annotations of an mmdet dataset class as a COCO document."""
+    config, location = source.config, source.location
+    if config is None:
+        return read_json(source.annotations, location)
     whole = map_leaves(config, lambda leaf: {**leaf, "pipeline": [], "test_mode": True})
     try:
         dataset = dataset_registry().build(whole)
@@ -179,11 +173,23 @@ def _as_coco(infos: Iterable[dict[str, Any]], names: Iterable[Any]) -> dict[str,
     return dict(images=images, annotations=annotations, categories=categories)
 
 
+def class_mappings(
+    cfg: Mapping[str, Any], specs: Sequence[DatasetSpec]
+) -> tuple[list[Mapping[str, str] | None], str]:
+    """Per dataset: its classes -> those of the mixture; None and why, if faulty."""
+    dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}
+    mode = dataset.get("label_space") or cfg.get("label_space") or "union"
+    try:
+        return [*LabelSpace.of(specs, mode).dataset_classes], ""
+    except (ConfigError, DataError) as error:
+        return [None] * len(specs), str(error)
+
+
 def expectations(
     cfg: Mapping[str, Any],
     spec: DatasetSpec,
     split: str,
-    classes: tuple[str, ...] | None = None,
+    classes: Collection[str] | None = None,
 ) -> Expectations:
     """What a config expects of the data of a split.
 
@@ -194,7 +200,7 @@ def expectations(
     pipeline = spec.pipeline(split) or dataset.get("pipeline") or ()
     queries = (cfg.get("model") or {}).get("num_queries")
     return Expectations(
-        classes=spec.classes if classes is None else classes,
+        classes=spec.classes if classes is None else tuple(classes),
         is_choice=spec.classes is not None,
         on_bad_box=dataset.get("on_bad_box", "error"),
         filter_empty=dataset.get("filter_empty", True),

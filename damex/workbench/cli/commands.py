@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 from cyclopts import Parameter
+from cyclopts.validators import Number
 
 from damex.workbench.cli.data import data
 from damex.workbench.cli.run import (
@@ -156,7 +157,9 @@ def predict(
     min_score: Share = 0.3,
     min_probability: Share = 0.5,
     batch_size: PositiveInt = 8,
-    tile: Annotated[int | None, Parameter(metavar="PIXELS")] = None,
+    tile: Annotated[
+        int | None, Parameter(metavar="PIXELS", validator=Number(gte=16))
+    ] = None,
     no_tile: bool = False,
     device: Device = None,
     trust: Trust = False,

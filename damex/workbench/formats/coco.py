@@ -91,11 +91,10 @@ def _load(
     document, findings = read_json(tree.root / path, place)
     raise_first(findings)
     records, findings = parse_records(document, place, options.classes)
-    of_classes = ("category", "class")
     raise_first(
         finding
         for finding in findings
-        if records is None or (finding.record or "").startswith(of_classes)
+        if records is None or (finding.record or "").startswith(("category", "class"))
     )
     assert records is not None
     known = {*map(id, [*records.images, *records.annotations])}
@@ -113,13 +112,14 @@ def _samples(
     for record in records.annotations:
         box = _box(record, records.categories, path, summary)
         boxes.setdefault(record["image_id"], []).extend([box] if box else [])
-    find = tree.image_finder(path)
+    names = [str(record.get("file_name") or "") for record in records.images]
+    find = tree.image_finder(path, names)
     files: dict[Any, set[str]] = {}
-    for record in records.images:
-        files.setdefault(record["id"], set()).add(str(record.get("file_name") or ""))
+    for record, name in zip(records.images, names, strict=True):
+        files.setdefault(record["id"], set()).add(name)
     listed = set()
-    for record, size in zip(records.images, records.size_M2, strict=True):
-        number, name = record["id"], str(record.get("file_name") or "")
+    for record, name, size in zip(records.images, names, records.size_M2, strict=True):
+        number = record["id"]
         place = f"{path}: image {number!r}"
         if number in listed:
             summary.drop("image records with the id of another", place)
@@ -167,8 +167,7 @@ def _box(
         summary.note("boxes marked iscrowd: kept as crowd", where)
     area = record.get("area", 0)
     stated = float(area) if is_number(area) and 0 < area < math.inf else None
-    corners = (x, y, x + w, y + h)
-    return Box(corners, names[record["category_id"]], place, crowd, stated)
+    return Box((x, y, x + w, y + h), names[record["category_id"]], place, crowd, stated)
 
 
 def _hint(key: Any, listed: Iterable[Any]) -> str:

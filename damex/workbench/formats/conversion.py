@@ -44,12 +44,9 @@ from damex.workbench.formats.tables import CSV, WIDER_FACE
 from damex.workbench.formats.tree import Tree, numbers, parent
 from damex.workbench.formats.yolo import YOLO
 
-FORMATS: tuple[Format, ...] = (
-    *(COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV),
-    KITTI_DETECTIONS,
-)
+FORMATS = (COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV, KITTI_DETECTIONS)
 # Part of the names of conversions: another one makes all of them anew.
-CONVERTER_VERSION = 3
+CONVERTER_VERSION = 4
 _SUMMARY_FILE = "summary.json"
 _DIGITS = 6  # decimals of a pixel
 # Of formats that are not read, and named in messages.
@@ -142,8 +139,7 @@ def _found(tree: Tree) -> Iterable[tuple[str, str]]:
     for suffix, name in _SUFFIXES.items():
         for path in tree.with_suffix(suffix)[:1]:
             yield path, name
-    masks = [path for path in tree.images if "segmentation" in path.lower()]
-    if masks:
+    if masks := [path for path in tree.images if "segmentation" in path.lower()]:
         yield masks[0], "masks (an image of class colours), without boxes"
 
 
@@ -249,10 +245,8 @@ def _settle_rotations(
         if same_size(size, header.size) and not same_size(size, header.shown):
             stored.append((sample, header.shown))
             boxes = [box.corners for box in sample.boxes]
-            in_shown, in_stored = (
-                all_fit(boxes, of) for of in (header.shown, header.size)
-            )
-            votes[in_shown] += in_shown != in_stored
+            in_shown = all_fit(boxes, header.shown)
+            votes[in_shown] += in_shown != all_fit(boxes, header.size)
     if not votes[True]:
         return
     what = "images with EXIF rotation: stated as stored, but boxes fit the image shown"
@@ -327,10 +321,8 @@ def _valid_boxes(
     sample: Sample, header: ImageHeader, summary: Summary
 ) -> list[Box] | None:
     """Boxes in pixels as shown; None if the image is left out."""
-    corners_of = [box.corners for box in sample.boxes]
-    turned = not sample.normalised and fits_stored(
-        header, sample.stated_size, corners_of
-    )
+    boxes = [box.corners for box in sample.boxes]
+    turned = not sample.normalised and fits_stored(header, sample.stated_size, boxes)
     if turned is None:
         width, height = sample.stated_size or (0, 0)
         where = (
@@ -385,10 +377,9 @@ def convert_cached(root: str | Path, options: Options) -> Conversion:
     the data cannot be read.
     """
     tree = open_root(root)
-    key = json.dumps(
-        [str(tree.root), asdict(options), tree.digest(), CONVERTER_VERSION]
-    )
-    name = f"{tree.root.name}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    parts = [str(tree.root), asdict(options), tree.digest(), CONVERTER_VERSION]
+    key = hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    name = f"{tree.root.name}-{key}"
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(home) / "damex" / "datasets" / name
     existed = folder.exists()

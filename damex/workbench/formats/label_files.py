@@ -312,8 +312,8 @@ def _splits(
 ) -> dict[str, list[Sample]]:
     """Splits by ``ImageSets/train.txt``, ``ImageSets/Main/train.txt`` etc.
 
-    Without these lists, by folders named like splits. Lists of one name in several
-    folders (VOC2007 and VOC2012) are joined; VOC's lists per class are skipped.
+    Without these lists, by others, else by folders named like splits. Lists of one name
+    in several folders (VOC2007, VOC2012) are joined; VOC's lists per class are skipped.
     """
     splits: dict[str, list[Sample]] = {}
     by_stem: dict[str, list[Sample]] = {}
@@ -322,14 +322,10 @@ def _splits(
     for sample in sorted(samples, key=lambda s: by_folder[id(s)] != "train"):
         for name in {stem(sample.source), stem(sample.image)}:
             by_stem.setdefault(name, []).append(sample)
-    for path in tree.with_suffix(".txt"):
-        parts = parent(path).split("/")
-        if "ImageSets" not in parts or parts[-1] not in ("ImageSets", "Main"):
-            continue
+    for path, base in _lists(tree, by_stem).items():
         names = list(tree.numbered(path))
         if all(re.search(r"\s(-1|0|1)$", n) and n not in by_stem for _, n in names):
             continue  # also an empty one
-        base = "".join(f"{part}/" for part in parts[: parts.index("ImageSets")])
         split = split_name(stem(path)) or stem(path)
         for number, name in names:
             if (found := _listed(name, by_stem, base)) is not None:
@@ -341,6 +337,26 @@ def _splits(
         if (folder := by_folder[id(sample)]) is not None:
             splits.setdefault(folder, []).append(sample)
     return splits
+
+
+def _lists(tree: Tree, by_stem: Mapping[str, list[Sample]]) -> dict[str, str]:
+    """Lists of images, and the folder that each speaks of: those in ``ImageSets``.
+
+    Without any, files named like splits whose lines are names of images.
+    """
+    found: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for path in tree.with_suffix(".txt"):
+        parts = parent(path).split("/")
+        if "ImageSets" in parts and parts[-1] in ("ImageSets", "Main"):
+            parts = parts[: parts.index("ImageSets")]
+            found[path] = "".join(f"{part}/" for part in parts)
+        elif split_name(stem(path)) is not None:
+            lines = [line for line in tree.glanced(path) if line]
+            known = sum(_listed(line, by_stem, "") is not None for line in lines)
+            others |= {path: ""} if 2 * known > len(lines) else {}
+    splits = {split_name(stem(path)) for path in others}
+    return found or (others if splits & {"train", "trainval"} else {})
 
 
 def _listed(line: str, by_stem: Mapping[str, list[Sample]], base: str) -> Sample | None:

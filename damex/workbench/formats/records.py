@@ -110,11 +110,13 @@ def choose_splits(
             chosen[split] = _selected(tree, contents, names, split, summary)
         elif found.get(split):
             chosen[split] = found[split]
-    if "train" not in chosen and "trainval" in found:
-        chosen["train"] = found["trainval"]
-    # Evaluation images named by the entry are not trained on.
-    named = ("val", "test") if options.train is None else ()
-    held = {s.image for key in named if getattr(options, key) for s in chosen[key]}
+    whole = next((found[key] for key in ("trainval", "default") if key in found), None)
+    if is_whole := "train" not in chosen and whole is not None:
+        chosen["train"] = whole  # "default": CVAT's only list
+    # Evaluation images named by the entry, or of trainval, are not trained on.
+    named = [key for key in ("val", "test") if is_whole or getattr(options, key)]
+    named = named if options.train is None else []
+    held = {sample.image for key in named for sample in chosen.get(key, ())}
     if held:
         chosen["train"] = [s for s in chosen.get("train", ()) if s.image not in held]
     if not chosen or chosen.get("train") == []:
@@ -136,13 +138,17 @@ def choose_splits(
 
 
 def _by_folder(tree: Tree, samples: list[Sample]) -> dict[str, list[Sample]]:
-    """Images that one file lists, by their folders, if each is in that of a split."""
+    """Images that one file lists, by their folders, if these are named like splits.
+
+    With two such folders or more, what lies elsewhere is left out.
+    """
     found: dict[str | None, list[Sample]] = {}
     for sample in samples:
         split = tree.split_of_folder(parent(sample.image))
         found.setdefault(split, []).append(sample)
     named = {key: rows for key, rows in found.items() if key is not None}
-    is_split = len(named) == len(found) and "train" in named
+    has_train = bool({"train", "trainval"} & {*named})
+    is_split = has_train and (len(named) > 1 or len(found) == 1)
     return named if is_split else {"train": samples}
 
 
@@ -238,7 +244,10 @@ def _by_content(
 
 
 def content_share(path: Path) -> float:
-    """Hash a file's size and first and last 64 KB to [0, 1); OSError if unreadable."""
+    """Hash a file's size and first and last 64 KB to [0, 1); OSError if unreadable.
+
+    Roboflow's augmented copies of an image, ``NAME.rf.HASH.jpg``, have that of NAME.
+    """
     # Whole, as borders of many are equal.
     is_raw = path.suffix.lower() in {".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
     with path.open("rb") as file:
@@ -246,7 +255,9 @@ def content_share(path: Path) -> float:
         head = file.read(-1 if is_raw else _HASHED_BYTES)
         file.seek(max(size - _HASHED_BYTES, 0))
         tail = file.read()
-    digest = hashlib.blake2b(head + tail + str(size).encode(), digest_size=8)
+    source = path.stem.rpartition(".rf.")[0].encode()
+    content = source or head + tail + str(size).encode()
+    digest = hashlib.blake2b(content, digest_size=8)
     return int.from_bytes(digest.digest(), "big") / 2**64
 
 

@@ -229,16 +229,14 @@ def _samples(
     """One sample per image, in the order of the file, and those with a named split."""
     only_class = _only_class(tree, table, options)
     normalised = _is_normalised(table)
-    find = tree.image_finder(table.path)
-    images: dict[tuple[str, str], str | None] = {}
+    names_of_images = (table.fields(row, "image")[0] for _, row in table.rows)
+    find = tree.image_finder(table.path, names_of_images)
     found: dict[str, Sample] = {}
     splits: dict[str, list[Sample]] = {}
     for line, row in table.rows:
         place = f"{table.path}:{line}"
         name, label, split = table.fields(row, "image", "label", "split")
-        if (name, split) not in images:
-            images[name, split] = find(name, split and split_name(split))
-        if (image := images[name, split]) is None:
+        if (image := find(name, split and split_name(split))) is None:
             summary.drop(_MISSING_BOXES, f"{place}: {name}")
             continue
         if image not in found:
@@ -308,10 +306,11 @@ def _read_wider(tree: Tree, options: Options, summary: Summary) -> Contents:
 
 def _wider_samples(tree: Tree, path: str, summary: Summary) -> Iterator[Sample]:
     """The blocks of a file; an empty one has a line of zeros, or none."""
-    find = tree.image_finder(path)
+    lines = tree.lines(path)
+    find = tree.image_finder(path, (line for line in lines if _has_image([line])))
     sample: Sample | None = None
     announced = 0
-    for number, line in enumerate(tree.lines(path), start=1):
+    for number, line in enumerate(lines, start=1):
         place, words = f"{path}:{number}", line.split()
         quoted = f"{place}: {line!r:.80}"
         if _has_image([line]):
@@ -319,8 +318,7 @@ def _wider_samples(tree: Tree, path: str, summary: Summary) -> Iterator[Sample]:
             if sample.image:
                 yield sample
             else:
-                what = "annotated images that are missing"
-                summary.drop(what, f"{place}: {line}")
+                summary.drop("annotated images that are missing", f"{place}: {line}")
         elif sample is None or not words or (len(words) == 1 and words[0].isdecimal()):
             announced = int(words[0]) if len(words) == 1 and sample else announced
         elif not announced:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import posixpath
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path, PurePosixPath
 from unicodedata import normalize
 
@@ -18,6 +19,7 @@ from damex.files import decode, glance
 _SPLITS = {
     **{name: name for name in SPLITS},
     **dict(training="train", valid="val", validation="val", dev="val", testing="test"),
+    "trainval": "trainval",
 }
 # Words behind that of a split that say nothing else, as in train_images.
 _NEUTRAL = re.compile(
@@ -27,12 +29,15 @@ _NEUTRAL = re.compile(
     r"train|val|valid|test|coco|voc|yolo|kitti|dota|json|xml|csv|txt|new|old|final|full|all|small|clean|"
     r"raw|original|resized|(v|part|set|fold)?\d+"
 )
+# Words in folders of images, and of other pictures with the names of the images.
+_PHOTOS = re.compile(r"jpegimages|images?|imgs?|rgb|photos?|pictures?|frames?")
+_MASKS = re.compile(r"masks?|labels?|ann(otation)?s?|gt|depths?|seg[a-z]*|panoptic")
 # Sibling folders of a folder of label files that may hold the images, likely first.
 _IMAGE_FOLDERS = ("JPEGImages", "images", "image", "Images", "img", "")
 
 
 def split_name(word: str) -> str | None:
-    """``train``, ``val`` or ``test`` for words like ``Validation`` or ``train2017``."""
+    """``train``, ``val``, ``test``, ``trainval`` for words such as ``train2017``."""
     return _SPLITS.get(re.sub(r"(19|20)\d\d$", "", word.lower()))
 
 
@@ -175,7 +180,7 @@ class Tree:
         if split is not None:
             fitting = (split, None)
             found = [p for p in found if self.split_of_folder(parent(p)) in fitting]
-        ranks = [_agreement(path, pure, near) for path in found]
+        ranks = [_rank(path, pure, near) for path in found]
         best = max(ranks, default=None)
         return found[ranks.index(best)] if best and ranks.count(best) == 1 else None
 
@@ -198,17 +203,50 @@ class Tree:
         found = (self.locate_image(name, near, split) for name in names if name)
         return next(filter(None, found), None)
 
-    def image_finder(self, path: str) -> Callable[..., str | None]:
-        """Find images by the names in ``path``, a file about many images.
+    def image_finder(
+        self, path: str, names: Iterable[str]
+    ) -> Callable[..., str | None]:
+        """Find images by the ``names`` in ``path``, a file about many images.
 
-        They lie in its folder, in a folder of its split, or in ``images``.
+        They lie in its folder, in a folder of its split, or in ``images``. An image
+        that several names may mean is that of the name with most equal folders: others
+        of this name are missing.
         """
+        split, near = self.split_of_file(path), self._near_table(path)
+        # A file may divide the images of one folder, such as train/, anew.
+        searched = split if split in map(self.split_of_folder, self.folders) else None
+
+        @cache
+        def guess(name: str, own: str | None) -> str | None:
+            if not name:
+                return None
+            found = self.locate_image(name, near, searched)
+            return found if found or not own else self.locate_image(name, near, own)
+
+        best: dict[str, float] = {}
+        for name in dict.fromkeys(names):
+            if image := guess(name, None):
+                best[image] = max(best.get(image, 0), _fit(image, name))
+
+        def find(name: str, own: str | None = None) -> str | None:
+            image = guess(name, own)
+            is_its = image and _fit(image, name) >= best.get(image, 0)
+            return image if is_its else None
+
+        return find
+
+    def _near_table(self, path: str) -> list[str]:
+        """Folders of the images of a file about many images, likely ones first."""
         split, folder = self.split_of_file(path), parent(path)
         bases, words = (folder, parent(folder)), re.split(r"[._]", stem(path))
 
         def order(one: str) -> tuple[bool, ...]:
+            parts = re.split(r"[^a-z]+", one.lower())
+            is_mask, is_photo = (
+                any(map(_.fullmatch, parts)) for _ in (_MASKS, _PHOTOS)
+            )
             apart = (not f"{one}/".startswith(f"{base}/") for base in bases if base)
-            return (*apart, _last(one) not in words)
+            return (is_mask, *apart, not is_photo, _last(one) not in words)
 
         near = [
             one
@@ -217,15 +255,7 @@ class Tree:
             and (self.split_of_folder(_last(one)) or _last(one).lower() == "images")
         ]
         others = [join(base, n) for base in bases for n in ("", "images", "Images")]
-        near = [folder, *sorted(near, key=order), *others]
-
-        def find(name: str, own: str | None = None) -> str | None:
-            if not name:
-                return None
-            found = self.locate_image(name, near, split)
-            return found if found or not own else self.locate_image(name, near, own)
-
-        return find
+        return [folder, *sorted(near, key=order), *others]
 
     def locate(
         self, name: str, near: Sequence[str], among: Container[str]
@@ -289,15 +319,24 @@ def _last(folder: str) -> str:
     return folder.rpartition("/")[2]
 
 
-def _agreement(
-    path: str, name: PurePosixPath, near: Sequence[str]
-) -> tuple[int, int, bool]:
+def _rank(path: str, name: PurePosixPath, near: Sequence[str]) -> tuple[int, int, bool]:
     """Sort key of images of the right stem: equal folders, rank in ``near``, suffix."""
     folder = parent(path)
-    wanted = [*reversed(name.parts[:-1])]
-    common = len(posixpath.commonprefix([folder.split("/")[::-1], wanted]))
     rank = len(near) - near.index(folder) if folder in near else 0
-    return common, rank, path.endswith(name.name)
+    return _equal_folders(path, str(name)), rank, path.endswith(name.name)
+
+
+def _equal_folders(path: str, name: str) -> int:
+    """Number of parent folders, from the last, that two paths share."""
+    both = (parent(one).split("/")[::-1] for one in (path, name))
+    return len(posixpath.commonprefix([*both]))
+
+
+def _fit(path: str, name: str) -> float:
+    """How well a name means an image: infinite if it ends its path."""
+    name = _clean(name)
+    is_end = f"/{path}".endswith(f"/{name}")
+    return math.inf if is_end else _equal_folders(path, name)
 
 
 def _clean(name: str) -> str:

@@ -104,8 +104,8 @@ def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
             "classes (looked for data.yaml with names: and train:, *.names, "
             "classes.txt); add classes=['...', ...] in the order of the numbers."
         )
-    splits = _split_images(tree, config, summary)
     labels, unclear = _label_of_images(tree, summary)
+    splits = _split_images(tree, config, options, labels, summary)
     listed = [image for images in splits.values() for image in images]
     if not splits:
         folders = {parent(image) for image in labels}
@@ -267,39 +267,55 @@ def _names_of(content: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _split_images(
-    tree: Tree, config: _Config, summary: Summary
+    tree: Tree,
+    config: _Config,
+    options: Options,
+    labels: Mapping[str, str],
+    summary: Summary,
 ) -> dict[str, list[str]]:
     """Images by split: from the config, lists, or folders named like splits."""
     splits: dict[str, list[str]] = {}
+    of_folder: dict[str, list[str]] = {}
     for split, places in config.places.items():
         for place in places:
-            images = _images_at(tree, place, config, summary, split)
+            images = _images_at(tree, place, config, options, summary, split)
             splits.setdefault(split, []).extend(images)
     splits = splits or _found_lists(tree, summary)
+    for image in tree.images:
+        if (by_folder := tree.split_of_folder(parent(image))) is not None:
+            of_folder.setdefault(by_folder, []).append(image)
     if not splits:
-        for image in tree.images:
-            if (by_folder := tree.split_of_folder(parent(image))) is not None:
-                splits.setdefault(by_folder, []).append(image)
+        splits = of_folder
+    elif "test" not in splits:  # some exports have the folder, and do not name it
+        used = {image for images in splits.values() for image in images}
+        rest = [one for one in of_folder.get("test", ()) if one in labels]
+        splits |= {"test": rest} if rest and not used & {*rest} else {}
     return {split: list(dict.fromkeys(images)) for split, images in splits.items()}
 
 
 def _images_at(
-    tree: Tree, place: str, config: _Config, summary: Summary, split: str
+    tree: Tree,
+    place: str,
+    config: _Config,
+    options: Options,
+    summary: Summary,
+    split: str,
 ) -> list[str]:
     """Images in a folder, or in a list file."""
     near = (parent(config.source), "")
     is_list = place.endswith(".txt")
     path = tree.locate(place, near, tree.files if is_list else tree.folders)
-    if path is None and split == "test" and not is_list:
+    is_chosen = split == "val" and (options.val or options.val_share) is not None
+    if path is None and (is_chosen or split == "test") and not is_list:
         # Often named in configs but not published.
-        summary.note(f"no folder {place!r} for test", config.source)
+        summary.note(f"no folder {place!r} for {split}", config.source)
         return []
     if path is None:
         kind = "list" if is_list else "folder"
         raise DataError(
             f"{tree.root / config.source}: {split} is the {kind} {place!r}, which is "
             f"not in {tree.root}. Correct the file, or let root be the folder that "
-            "holds it."
+            "holds it" + ("; or set val_share in its entry." if split == "val" else ".")
         )
     if is_list:
         return _listed(tree, path, summary)
@@ -313,6 +329,8 @@ def _found_lists(tree: Tree, summary: Summary) -> dict[str, list[str]]:
     for path in tree.with_suffix(".txt"):
         lines = [line for line in tree.glanced(path)[:20] if line]
         is_list = all(line.lower().endswith(tuple(IMAGE_SUFFIXES)) for line in lines)
+        if split_name(stem(path)) is not None:
+            is_list |= all(line.lower() in tree.images_by_stem for line in lines)
         if lines and is_list and stem(path).lower() not in tree.images_by_stem:
             split = split_name(stem(path)) or stem(path)
             splits.setdefault(split, []).extend(_listed(tree, path, losses))
@@ -329,7 +347,7 @@ def _found_lists(tree: Tree, summary: Summary) -> dict[str, list[str]]:
 
 def _listed(tree: Tree, path: str, summary: Summary) -> list[str]:
     """The images of a list file."""
-    find = tree.image_finder(path)
+    find = tree.image_finder(path, (line for _, line in tree.numbered(path)))
     found = []
     for number, line in tree.numbered(path):
         if (image := find(line)) is not None:
