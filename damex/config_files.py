@@ -64,8 +64,7 @@ class PlainConfig(Config):
     @property
     def pretty_text(self) -> str:
         """The config as Python text; ConfigError if a value cannot be written."""
-        content = self.to_dict()
-        return "".join(f"{k} = {_literal(v, k)}\n" for k, v in content.items())
+        return "".join(f"{k} = {_literal(v, k)}\n" for k, v in self.to_dict().items())
 
 
 def find_config(name: str, folder: str = "") -> Path:

@@ -41,8 +41,7 @@ class ImageHeader(NamedTuple):
     @property
     def shown(self) -> tuple[int, int]:
         """Width and height after the EXIF rotation, as training loads the image."""
-        turned = self.orientation >= 5
-        return (self.size[1], self.size[0]) if turned else self.size
+        return (self.size[1], self.size[0]) if self.orientation >= 5 else self.size
 
 
 def read_header(file: Path | BinaryIO) -> ImageHeader:

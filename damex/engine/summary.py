@@ -64,10 +64,13 @@ class RunSummaryHook(Hook):
         self._scores: dict[str, float] = {}
 
     def before_train(self, runner: Runner) -> None:
-        """Start the clock, and remove what an earlier training says of its weights."""
+        """Start the clock."""
         self._train_started = time.monotonic()
         self._first_iter = runner.iter
-        if runner.rank == 0 and not runner.iter:
+
+    def before_save_checkpoint(self, runner: Runner, checkpoint: Any) -> None:
+        """Remove what an earlier training here says of the weights it had."""
+        if runner.rank == 0 and not self._first_iter:
             for name in ("summary.json", "detections.png"):
                 (Path(runner.work_dir) / name).unlink(missing_ok=True)
 
@@ -140,7 +143,6 @@ class RunSummaryHook(Hook):
         samples = {
             name: [joined(parts) for parts in kept.values()]
             for name, kept in self._samples.items()
-            if kept
         }
         if self._scores and samples:
             found["picture"] = folder / f"{prefix}detections.png"

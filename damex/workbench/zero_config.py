@@ -9,7 +9,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from damex.errors import ConfigError, check_known
@@ -33,34 +32,32 @@ def _of_hub(parameters: float, name: str) -> ShippedModel:
 
 MAX_NAME = 60  # of a work directory, in characters
 NEEDS_OF_HUB = "a GPU; damex[hf], COCO weights, downloaded"
-MODELS: Mapping[str, ShippedModel] = MappingProxyType(
-    {
-        "tiny": ShippedModel(
-            "damex-dino-tiny_efficientnet-lite0_1xb8-4e_coco-voc",
-            4.5,
-            "a CPU; ImageNet weights of damex[pretrained]",
-        ),
-        "rtdetr-v2-tiny": ShippedModel(
-            "hf/rt-detr-v2-tiny_efficientnet-lite0_1xb8-4e_coco-voc",
-            5.3,
-            "a CPU; damex[hf], ImageNet weights of damex[pretrained]",
-        ),
-        "dino-r50": ShippedModel(
-            "damex-dino-4scale_r50_1xb4-12e_finetune",
-            47.8,
-            "a GPU; COCO weights, downloaded",
-        ),
-        "dino-convnext-t": ShippedModel(
-            "damex-dino-4scale_convnext-t_8xb2-12e_coco-voc",
-            48.6,
-            "a GPU; ImageNet weights, downloaded",
-        ),
-        "rtdetr-v2-s": _of_hub(20.2, "PekingU/rtdetr_v2_r18vd"),
-        "d-fine-n": _of_hub(3.8, "ustc-community/dfine-nano-coco"),
-        "d-fine-s": _of_hub(10.4, "ustc-community/dfine-small-coco"),
-        "deimv2-n": _of_hub(3.6, "harshaljanjani/DEIMv2_HGNetv2_N_COCO_Transformers"),
-    }
-)
+MODELS: Mapping[str, ShippedModel] = {
+    "tiny": ShippedModel(
+        "damex-dino-tiny_efficientnet-lite0_1xb8-4e_coco-voc",
+        4.5,
+        "a CPU; ImageNet weights of damex[pretrained]",
+    ),
+    "rtdetr-v2-tiny": ShippedModel(
+        "hf/rt-detr-v2-tiny_efficientnet-lite0_1xb8-4e_coco-voc",
+        5.3,
+        "a CPU; damex[hf], ImageNet weights of damex[pretrained]",
+    ),
+    "dino-r50": ShippedModel(
+        "damex-dino-4scale_r50_1xb4-12e_finetune",
+        47.8,
+        "a GPU; COCO weights, downloaded",
+    ),
+    "dino-convnext-t": ShippedModel(
+        "damex-dino-4scale_convnext-t_8xb2-12e_coco-voc",
+        48.6,
+        "a GPU; ImageNet weights, downloaded",
+    ),
+    "rtdetr-v2-s": _of_hub(20.2, "PekingU/rtdetr_v2_r18vd"),
+    "d-fine-n": _of_hub(3.8, "ustc-community/dfine-nano-coco"),
+    "d-fine-s": _of_hub(10.4, "ustc-community/dfine-small-coco"),
+    "deimv2-n": _of_hub(3.6, "harshaljanjani/DEIMv2_HGNetv2_N_COCO_Transformers"),
+}
 
 
 def models_help() -> str:

@@ -381,16 +381,13 @@ def test_uncompressed_images_with_equal_borders_have_other_shares(tmp_path):
     assert len({content_share(tmp_path / f"{n}.bmp") for n in range(3)}) == 3
 
 
-def test_augmented_copies_of_roboflow_have_the_share_of_their_image(tmp_path):
-    for number in range(20):
-        (tmp_path / f"cat_{number % 2}_jpg.rf.{number:032x}.jpg").write_bytes(
-            b"%d" % number
-        )
-    shares = [
-        {content_share(one) for one in tmp_path.glob(f"cat_{n}*")} for n in (0, 1)
-    ]
-    assert [*map(len, shares)] == [1, 1]
-    assert shares[0] != shares[1]
+@pytest.mark.parametrize("names", [10, 1])
+def test_copies_of_roboflow_share_a_split_if_there_are_others(folder, read, names):
+    images = [f"{n % names}_jpg.rf.{n:032x}.png" for n in range(30)]
+    rows = [f"{name},1,2,9,9,x" for name in images]
+    found = sides(read(folder(images, {"x.csv": "\n".join(rows)}), val_share=0.3))
+    both = [{name.split("_")[0] for name in found[key]} for key in ("train", "val")]
+    assert both[0].isdisjoint(both[1]) == (names > 1)
 
 
 ANT = write_coco({"a.png": ((40, 20), [("ant", (1, 2, 9, 8))])})["labels.json"]
@@ -409,13 +406,20 @@ def test_coco_is_found_among_many_other_files(folder, read):
 
 def test_folders_split_the_images_of_one_file(folder, read):
     rows = ["filename,class,xmin,ymin,xmax,ymax"]
-    names = ["train/0.png", "val/1.png", "other/2.png"]
+    names = ["trainval/0.png", "val/1.png", "other/2.png"]
     rows += [f"{name},ant,1,2,9,8" for name in names]
     root = folder(names, {"a.csv": "\n".join(rows)})
     assert sides(found := read(root)) == {"train": {"0.png"}, "val": {"1.png"}}
     assert found.dropped == {"annotated images in no split that is used": 1}
     found = read(root, test=("val",), val_share=0.0)  # the entry decides
     assert sides(found) == {"train": {"0.png", "2.png"}, "test": {"1.png"}}
+
+
+def test_folders_of_classes_named_like_splits_are_no_splits(folder, read):
+    names = ["car/0.png", "train/1.png", "bus/2.png", "test/3.png"]
+    rows = "".join(f"{name},1,2,9,9,x\n" for name in names)
+    found = read(folder(names, {"x.csv": rows}), val_share=0.0)
+    assert sides(found) == {"train": {"0.png", "1.png", "2.png", "3.png"}}
 
 
 def test_the_split_of_a_row_tells_equal_names_apart(folder, read):

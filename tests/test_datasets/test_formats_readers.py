@@ -387,6 +387,50 @@ LAYOUTS = [
         val="images/train/b.jpg dog",
     ),
     layout(
+        "val that was not unpacked, with names of train",
+        {"train.json": coco(), "val.json": coco(["a.jpg"], [(1, DOG)])},
+        {"annotated images of val that are missing": 1},
+        options=dict(val_share=0.0),
+        train="train/a.jpg cat",
+    ),
+    layout(
+        "masks in a dataset of depth",
+        {
+            f"{kind}/annotations/train.json": coco(boxes=[(1, box)])
+            for kind, box in (("rgb", CAT), ("depth", DOG))
+        },
+        options=dict(val_share=0.0, train=("rgb", "depth")),
+        train="depth/train/a.jpg dog, rgb/train/a.jpg cat",
+    ),
+    layout(
+        "spellings of one image",
+        {
+            "x.csv": f"{CSV}A.JPG,cat,3,2,15,8\n../images/a.jpg,dog,20,5,30,19\n"
+            "C:\\x\\images\\a.jpg,cat,3,2,15,8\n"
+        },
+        {"boxes that occur twice": 1},
+        options=dict(val_share=0.0),
+        train="images/a.jpg cat dog",
+    ),
+    layout(
+        "train and val of trainval images",
+        {f"annotations/{one}/x.json": coco([f"{one}.jpg"]) for one in ("train", "val")},
+        more="images/test/a.jpg",
+        train="images/trainval/train.jpg cat",
+        val="images/trainval/val.jpg cat",
+    ),
+    layout(
+        "lists of folds, and folders beside lists",
+        {
+            f"{one}/labelTxt/{n}.txt": "3 2 15 2 15 8 3 8 cat 0"
+            for one in ("train", "val")
+            for n in "ab"
+        }
+        | {"train/train.txt": "a\n", "val/val.txt": "b\n"},
+        train="train/images/a.jpg cat, train/images/b.jpg cat",
+        val="val/images/a.jpg cat, val/images/b.jpg cat",
+    ),
+    layout(
         "trainval in coco",
         {"instances_trainval.json": coco(), "instances_test.json": coco(["b.jpg"])},
         options=dict(val_share=0.0),

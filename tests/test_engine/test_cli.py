@@ -513,23 +513,35 @@ def test_amp_trains_and_evaluates(write_config, run, tmp_path):
     assert run("test", config, tmp_path / "work" / "epoch_1.pth")[0] == 0
 
 
-def test_averaged_weights_are_saved_and_evaluated(write_config, run, tmp_path):
+def test_averaged_weights_are_saved_resumed_and_evaluated(write_config, run, tmp_path):
     """mmengine's EMAHook, as mmdet's docs have it."""
     config = write_config(
         extra="custom_hooks = [dict(type='EMAHook', momentum=0.2)]\n"
         "train_cfg = dict(max_epochs=2, val_begin=2)\n"
         "train_dataloader['sampler'] = dict(samples_per_epoch=4)"
     )
-    assert run("train", config) == (0, "")
-    path = tmp_path / "work" / "epoch_2.pth"
-    saved = torch.load(path, "cpu", weights_only=False)
-    key = "bbox_head.reg_branches.0.0.weight"
-    trained = saved["ema_state_dict"][f"module.{key}"]  # mmengine swaps the two
-    assert not torch.equal(saved["state_dict"][key], trained)
 
-    found = [json.loads((tmp_path / "work" / "summary.json").read_text())]
+    def train(folder, *arguments):
+        status, said = run("train", config, "--work-dir", folder, *arguments)
+        assert (status, said) == (0, "")
+        return torch.load(folder / "epoch_2.pth", "cpu", weights_only=False)
+
+    whole = train(tmp_path / "whole")
+    key = "bbox_head.reg_branches.0.0.weight"
+    trained = whole["ema_state_dict"][f"module.{key}"]  # mmengine swaps the two
+    assert not torch.equal(whole["state_dict"][key], trained)
+
+    resumed = train(
+        tmp_path / "resumed", "--resume", tmp_path / "whole" / "epoch_1.pth"
+    )
+    for name in ("state_dict", "ema_state_dict"):
+        assert whole[name].keys() == resumed[name].keys()
+        for key, value in whole[name].items():
+            assert torch.equal(value, resumed[name][key]), key
+
+    found = [json.loads((tmp_path / "whole" / "summary.json").read_text())]
     for tested in (config, write_config(name="without")):
-        arguments = (path, "--work-dir", tmp_path / "t")
+        arguments = (tmp_path / "whole" / "epoch_2.pth", "--work-dir", tmp_path / "t")
         assert run("test", tested, *arguments)[0] == 0
         found.append(json.loads((tmp_path / "t" / "test_summary.json").read_text()))
     assert found[0]["datasets"] == found[1]["datasets"] == found[2]["datasets"]

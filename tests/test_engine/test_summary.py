@@ -203,10 +203,12 @@ def test_seconds_are_of_what_was_trained_and_not_of_evaluations(tmp_path, monkey
     assert (found["iterations"], found["trained_iterations"]) == (40, 10)
     assert found["train_seconds"] == 10.0
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
-    hook.before_train(runner)  # resumed: not another training
+    hook.before_save_checkpoint(runner, {})  # resumed: not another training
     assert (tmp_path / "summary.json").exists()
     runner.iter = 0
     hook.before_train(runner)
+    assert (tmp_path / "summary.json").exists()
+    hook.before_save_checkpoint(runner, {})
     assert not [*tmp_path.iterdir()]
 
 

@@ -97,10 +97,10 @@ HEAD = ["head.bias", "head.weight"]
     ],
 )
 def test_options_add_their_tensors_and_leave_the_others(
-    build_aware, build, options, added
+    build_aware, build, moe, options, added
 ):
     """Also in their values: nothing draws random numbers."""
-    options = {"moe": "damex", **options}
+    options = {"moe": moe, **options}
     plain = build(moe=options["moe"]).state_dict()
     detector = build_aware(**options)
     aware = detector.state_dict()
@@ -297,6 +297,14 @@ def test_detection_losses_do_not_bend_the_posterior(
     assert head.weight.grad is None
     dataset.backward()
     assert (head.weight.grad != 0).any()
+
+
+def test_every_parameter_gets_a_gradient(
+    build_aware, annotated_batch, run_loss, total, moe
+):
+    detector = build_aware(moe=moe, **EVERYTHING)
+    total(run_loss(detector, annotated_batch([0, 1]))).backward()
+    assert [n for n, p in detector.named_parameters() if p.grad is None] == []
 
 
 def test_nothing_is_left_over_after_a_step(

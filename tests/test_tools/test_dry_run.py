@@ -75,9 +75,17 @@ def test_the_lines_say_who_has_which_experts_and_how_long_it_takes(read):
     assert "processes 1, 3, 5, ..., 63: experts 2, 3" in many
 
 
-def test_what_the_training_refuses_is_refused(read):
-    with pytest.raises(ConfigError, match=r"and there are 3; .* one of \[1, 3\]"):
-        lay_out(read(2), processes=3)
+REFUSED = [
+    (4, 1, "it divides, and there are 1; start 4 processes"),
+    (2, 3, r"and there are 3; .* one of \[1, 3\]"),
+    (3, 3, "must divide the number of experts, 4"),
+]
+
+
+@pytest.mark.parametrize(("size", "processes", "words"), REFUSED)
+def test_what_the_training_refuses_is_refused(read, size, processes, words):
+    with pytest.raises(ConfigError, match=words):
+        lay_out(read(size), processes=processes)
     assert not distributed.is_initialized()
 
 

@@ -119,7 +119,7 @@ def _read(
     views: dict[str, SplitView] = {}
     specs = parse_mixture(cfg["mixture"])
     mappings, problem = class_mappings(cfg, specs)
-    notes = [problem] if problem else []
+    notes: list[str] = []
     for spec, mapping in zip(specs, mappings, strict=True):
         for source in sources_of(spec, SPLITS):
             if isinstance(source, Finding):
@@ -134,7 +134,7 @@ def _read(
                 notes.append(f"{file} cannot be read; run check.")
             elif views.setdefault(view.title, view) is not view:
                 notes.append(f"{file} is another file of this split.")
-    return [*views.values()], notes
+    return [*views.values()], notes or [problem] * bool(problem)
 
 
 def render(

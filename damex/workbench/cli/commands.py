@@ -48,7 +48,7 @@ app = program(
 
 @command(
     app,
-    "damex.workbench.cli.train",
+    "cli.train",
     "damex train quickstart",
     "damex train --data fish=data/fish data/boards --epochs 12",
     "damex train --data data/cats data/dogs --complete",
@@ -102,7 +102,7 @@ def train(
 
 @command(
     app,
-    "damex.workbench.cli.train",
+    "cli.train",
     "damex test quickstart work_dirs/quickstart/epoch_3.pth",
     "damex test configs/my_mixture.py epoch_4.pth --show-dir painted",
 )
@@ -139,7 +139,7 @@ def test(
 
 @command(
     app,
-    "damex.workbench.cli.predict",
+    "cli.predict",
     "damex predict epoch_3.pth photo.jpg --draw seen",
     "damex predict epoch_3.pth photos/ --json found.json --csv found.csv",
     "damex predict epoch_3.pth 'photos/*.png' --dataset boards --min-score 0.5",
@@ -184,7 +184,7 @@ def predict(
 
 @command(
     app,
-    "damex.workbench.export.export",
+    "export.export",
     "damex export epoch_3.pth --dataset boards --out boards.pth",
     "damex export epoch_3.pth --dataset boards --out boards.onnx",
     "damex export epoch_3.pth --dataset boards --out boards/",
@@ -218,7 +218,7 @@ def export(
 
 @command(
     app,
-    "damex.workbench.card",
+    "card",
     "damex card epoch_3.pth --out boards --license CC-BY-4.0",
     "damex card epoch_3.pth --out boards --data-license fish=CC0",
 )
@@ -248,7 +248,7 @@ def card(
 
 @command(
     app,
-    "damex.workbench.experts",
+    "experts",
     "damex experts work_dirs/quickstart/epoch_3.pth",
     "damex experts epoch_3.pth --images boards/ ships/ --out experts.png",
 )
@@ -276,7 +276,7 @@ def experts(
 
 @command(
     app,
-    "damex.workbench.growth.grow",
+    "growth.grow",
     "damex grow epoch_12.pth configs/with_cells.py --out grown.pth",
     "damex grow epoch_12.pth with_cells.py --out grown.pth --like boards",
 )
@@ -303,11 +303,7 @@ def grow(
     """
 
 
-@command(
-    app,
-    "damex.workbench.growth.prune",
-    "damex prune epoch_12.pth --drop cells --out smaller.pth",
-)
+@command(app, "growth.prune", "damex prune epoch_12.pth --drop cells --out smaller.pth")
 def prune(
     checkpoint: Checkpoint,
     /,
@@ -326,7 +322,7 @@ def prune(
 
 @command(
     app,
-    "damex.workbench.growth.prune",
+    "growth.prune",
     "damex merge epoch_12.pth --datasets ships boats --out smaller.pth",
 )
 def merge(
@@ -351,7 +347,7 @@ data.sort_key = len([*app])
 app.command(data)
 
 
-@command(app, "damex.workbench.toydata", "damex toydata --out data/toy")
+@command(app, "toydata", "damex toydata --out data/toy")
 def toydata(*, out: Path = Path("data/toy"), seed: int = 0) -> None:
     """Generate the toy mixture of five small datasets in a new folder.
 
@@ -361,7 +357,7 @@ def toydata(*, out: Path = Path("data/toy"), seed: int = 0) -> None:
     """
 
 
-@command(app, "damex.workbench.doctor", "damex doctor")
+@command(app, "doctor", "damex doctor")
 def doctor(*, quiet: bool = False) -> None:
     """Check the installation, and print how to fix each problem.
 
@@ -372,7 +368,7 @@ def doctor(*, quiet: bool = False) -> None:
 
 @command(
     app,
-    "damex.workbench.headroom.command",
+    "headroom.command",
     "damex headroom my_mixture.py --seeds 0 1 2 --baselines single",
     "damex headroom my_mixture.py --experts damex_best",
 )

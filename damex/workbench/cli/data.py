@@ -31,7 +31,7 @@ data = program(
 
 @command(
     data,
-    "damex.workbench.check.check",
+    "check.check",
     "damex data check my_mixture.py --quick",
     "damex data check data/fish boards=data/boards",
     "damex data check --coco train.json --images images/",
@@ -61,7 +61,7 @@ def check(
 
 @command(
     data,
-    "damex.workbench.check.browse",
+    "check.browse",
     "damex data browse my_mixture.py --samples 24",
     "damex data browse data/fish boards=data/boards",
 )
@@ -84,11 +84,7 @@ def browse(
     """
 
 
-@command(
-    data,
-    "damex.workbench.check.prepare",
-    "damex data convert data/fish --out data/fish-coco",
-)
+@command(data, "check.prepare", "damex data convert data/fish --out data/fish-coco")
 def convert(
     root: str,
     /,
@@ -119,7 +115,7 @@ def convert(
 
 @command(
     data,
-    "damex.workbench.check.labels",
+    "check.labels",
     "damex data labels data/fish boards=data/boards --out labels.json",
     "damex data labels my_mixture.py",
 )
@@ -140,7 +136,7 @@ def labels(
 
 @command(
     data,
-    "damex.workbench.complete.complete",
+    "complete.complete",
     "damex data complete epoch_3.pth --out completed",
     "damex data complete epoch_3.pth --data data/photos data/street --out completed",
     "damex data complete --from found.json --data photos street --out completed",
@@ -185,7 +181,7 @@ def complete(
     """
 
 
-@command(data, "damex.workbench.check.prepare", "damex data prepare uodb kitti voc")
+@command(data, "check.prepare", "damex data prepare uodb kitti voc")
 def prepare(
     benchmark: Literal["uodb"],
     names: tuple[str, ...] = (),

@@ -107,11 +107,11 @@ def program(name: str, about: str, *examples: str) -> Program:
 
 
 def command(app: App, module: str, *examples: str) -> Callable[[Callable], Callable]:
-    """Add a command: options, run by the function of the same name in `module`.
+    """Add a command: options, run by the function of the same name in a module.
 
-    The module is imported by a run only, as many take seconds; help and mistakes in
-    options do not need it. The function raises ConfigError or DataError for mistakes of
-    the user, and returns the exit status, None for 0.
+    `module`, below damex.workbench, is imported by a run only, as many take seconds;
+    help and mistakes in options do not need it. The function raises ConfigError or
+    DataError for mistakes of the user, and returns the exit status, None for 0.
     """
 
     def register(options: Callable) -> Callable:
@@ -122,8 +122,8 @@ def command(app: App, module: str, *examples: str) -> Callable[[Callable], Calla
             given = inspect.signature(options).bind(*args, **kwargs)
             given.apply_defaults()
             with read_folders_once():
-                function = getattr(import_module(module), options.__name__)
-                return function(**given.arguments)
+                found = import_module(f"damex.workbench.{module}")
+                return getattr(found, options.__name__)(**given.arguments)
 
         # Help keeps line breaks: join the lines of an argument.
         run.__doc__ = re.sub(r"\n {8,}", " ", inspect.cleandoc(options.__doc__ or ""))

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
 from threading import Lock
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,9 +35,7 @@ OPSET = 18  # in which torch's exporter writes; others are converted
 INPUT, OUTPUTS = "images", ("boxes", "scores", "labels")
 PROBABILITIES = "datasets"  # fourth output, if the graph has experts
 # As in pyproject.toml. torch 2.6 cannot export sizes that depend on the image.
-PACKAGES: Mapping[str, str] = MappingProxyType(
-    {"onnx": "1.17", "onnxruntime": "1.20", "onnxscript": "0.7", "torch": "2.9"}
-)
+PACKAGES = dict(onnx="1.17", onnxruntime="1.20", onnxscript="0.7", torch="2.9")
 _ONE_EXPORT = Lock()  # it silences the log of the whole process
 # Pipeline steps that a graph supports, in their order.
 STEPS = ("LoadImageFromFile", "Resize", "Pad", "PackDetInputs")

@@ -19,7 +19,14 @@ from damex.datasets.entries import Options, Summary
 from damex.datasets.findings import Location, raise_first
 from damex.errors import DataError
 from damex.files import glance
-from damex.workbench.formats.records import Box, Contents, Format, Sample, is_set
+from damex.workbench.formats.records import (
+    Box,
+    Contents,
+    Format,
+    Sample,
+    drop_namesakes,
+    is_set,
+)
 from damex.workbench.formats.tree import Tree, some, stem
 
 _MANY_FILES = 40
@@ -75,6 +82,7 @@ def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
         contents.samples += samples
         if (split := tree.split_of_table(path, files)) is not None:
             contents.splits[split] = samples
+    drop_namesakes(tree, contents, summary)
     for name in names:
         if not names[name]:
             what = f"category {name!r} left out: no box uses it, it heads others"

@@ -312,8 +312,8 @@ def _splits(
 ) -> dict[str, list[Sample]]:
     """Splits by ``ImageSets/train.txt``, ``ImageSets/Main/train.txt`` etc.
 
-    Without these lists, by others, else by folders named like splits. Lists of one name
-    in several folders (VOC2007, VOC2012) are joined; VOC's lists per class are skipped.
+    Without these lists, by folders named like splits, or by other lists. Lists of one
+    name in several folders (VOC2007, VOC2012) are joined; those per class are skipped.
     """
     splits: dict[str, list[Sample]] = {}
     by_stem: dict[str, list[Sample]] = {}
@@ -342,21 +342,26 @@ def _splits(
 def _lists(tree: Tree, by_stem: Mapping[str, list[Sample]]) -> dict[str, str]:
     """Lists of images, and the folder that each speaks of: those in ``ImageSets``.
 
-    Without any, files named like splits whose lines are names of images.
+    Without any, and without folders of splits, a file ``train`` and one of each other
+    split whose lines are names of images.
     """
     found: dict[str, str] = {}
-    others: dict[str, str] = {}
+    others: dict[str, str] = {}  # by split
+    is_clear = len({*map(tree.split_of_folder, tree.folders)} - {None}) < 2
     for path in tree.with_suffix(".txt"):
-        parts = parent(path).split("/")
-        if "ImageSets" in parts and parts[-1] in ("ImageSets", "Main"):
-            parts = parts[: parts.index("ImageSets")]
-            found[path] = "".join(f"{part}/" for part in parts)
-        elif split_name(stem(path)) is not None:
+        parts, split = parent(path).split("/"), split_name(stem(path))
+        if "ImageSets" in parts:
+            is_clear = False
+            if parts[-1] in ("ImageSets", "Main"):
+                parts = parts[: parts.index("ImageSets")]
+                found[path] = "".join(f"{part}/" for part in parts)
+        elif split is not None:
             lines = [line for line in tree.glanced(path) if line]
             known = sum(_listed(line, by_stem, "") is not None for line in lines)
-            others |= {path: ""} if 2 * known > len(lines) else {}
-    splits = {split_name(stem(path)) for path in others}
-    return found or (others if splits & {"train", "trainval"} else {})
+            if 2 * known > len(lines):
+                is_clear &= others.setdefault(split, path) == path
+    is_clear &= len(others) > 1 and bool({"train", "trainval"} & {*others})
+    return found or (dict.fromkeys(others.values(), "") if is_clear else {})
 
 
 def _listed(line: str, by_stem: Mapping[str, list[Sample]], base: str) -> Sample | None:

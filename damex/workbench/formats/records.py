@@ -140,16 +140,37 @@ def choose_splits(
 def _by_folder(tree: Tree, samples: list[Sample]) -> dict[str, list[Sample]]:
     """Images that one file lists, by their folders, if these are named like splits.
 
-    With two such folders or more, what lies elsewhere is left out.
+    If two such folders or more have most of them, what lies elsewhere is left out.
     """
     found: dict[str | None, list[Sample]] = {}
     for sample in samples:
         split = tree.split_of_folder(parent(sample.image))
         found.setdefault(split, []).append(sample)
     named = {key: rows for key, rows in found.items() if key is not None}
-    has_train = bool({"train", "trainval"} & {*named})
-    is_split = has_train and (len(named) > 1 or len(found) == 1)
-    return named if is_split else {"train": samples}
+    if "trainval" in named:
+        named["train"] = [*named.get("train", ()), *named.pop("trainval")]
+    are_most = 2 * sum(map(len, named.values())) > len(samples)
+    is_split = len(found) == 1 or (len(named) > 1 and are_most)
+    return named if "train" in named and is_split else {"train": samples}
+
+
+def drop_namesakes(tree: Tree, contents: Contents, summary: Summary) -> None:
+    """Leave images of a split without a folder out that are in another's, and its own.
+
+    They have the names of images that are missing.
+    """
+    folders = {*map(tree.split_of_folder, tree.folders)}
+    images = {key: {s.image for s in rows} for key, rows in contents.splits.items()}
+    gone = set()
+    for split in sorted({*SPLITS} & {*contents.splits} - folders):
+        for sample in contents.splits[split]:
+            other = tree.split_of_folder(parent(sample.image))
+            if sample.image in images.get(other or "", ()):
+                gone.add(id(sample))
+                what = f"annotated images of {split} that are missing"
+                summary.drop(what, f"{sample.source}: {sample.image} is of {other}")
+    for rows in (contents.samples, *contents.splits.values()):
+        rows[:] = [sample for sample in rows if id(sample) not in gone]
 
 
 def _count_unused(
@@ -224,8 +245,10 @@ def _listed(
 def _by_content(
     tree: Tree, samples: list[Sample], share: float, summary: Summary
 ) -> tuple[list[Sample], list[Sample]]:
-    """Split by file hash, stable when images are added; at least one for validation."""
-    found = for_all(content_share, tree.root, samples)
+    """Split by a hash, stable when images are added; at least one for validation."""
+    found = for_all(_share, tree.root, samples)
+    if len({*found.values()}) == 1:  # all are copies of one name
+        found = for_all(content_share, tree.root, samples)
     shares = {k: 1.0 if isinstance(v, OSError) else v for k, v in found.items()}
     distinct = sorted(set(shares.values()))
     limit = share
@@ -243,11 +266,17 @@ def _by_content(
     return train, val
 
 
-def content_share(path: Path) -> float:
-    """Hash a file's size and first and last 64 KB to [0, 1); OSError if unreadable.
+def _share(path: Path) -> float:
+    """The share of a file: of its content, or of the image that Roboflow augmented.
 
-    Roboflow's augmented copies of an image, ``NAME.rf.HASH.jpg``, have that of NAME.
+    Its copies are named ``NAME.rf.HASH.jpg``.
     """
+    source, is_copy, _ = path.stem.rpartition(".rf.")
+    return _as_share(source.encode()) if is_copy else content_share(path)
+
+
+def content_share(path: Path) -> float:
+    """Hash a file's size and first and last 64 KB to [0, 1); OSError if unreadable."""
     # Whole, as borders of many are equal.
     is_raw = path.suffix.lower() in {".bmp", ".tif", ".tiff", ".ppm", ".pgm"}
     with path.open("rb") as file:
@@ -255,8 +284,10 @@ def content_share(path: Path) -> float:
         head = file.read(-1 if is_raw else _HASHED_BYTES)
         file.seek(max(size - _HASHED_BYTES, 0))
         tail = file.read()
-    source = path.stem.rpartition(".rf.")[0].encode()
-    content = source or head + tail + str(size).encode()
+    return _as_share(head + tail + str(size).encode())
+
+
+def _as_share(content: bytes) -> float:
     digest = hashlib.blake2b(content, digest_size=8)
     return int.from_bytes(digest.digest(), "big") / 2**64
 

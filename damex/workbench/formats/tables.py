@@ -12,7 +12,6 @@ import csv
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from damex.datasets.entries import Options, Summary
 from damex.datasets.image_files import IMAGE_SUFFIXES
@@ -23,33 +22,32 @@ from damex.workbench.formats.records import (
     Contents,
     Format,
     Sample,
+    drop_namesakes,
     is_set,
     is_share,
 )
 from damex.workbench.formats.tree import Tree, numbers, size_of, some, split_name
 
 # Column -> its names; case, blanks, dots and underscores are ignored.
-_SYNONYMS: Mapping[str, str] = MappingProxyType(
-    {
-        "image": "filename file image imagepath filepath path img imagename imgname "
-        "imageid imgid fname externalpath",
-        "label": "class label name category classname labelname categoryname "
-        "objectclass classlabel",
-        "xmin": "xmin x1 left bboxxmin bboxx1 xtl xlower",
-        "ymin": "ymin y1 top bboxymin bboxy1 ytl ylower",
-        "xmax": "xmax x2 right bboxxmax bboxx2 xbr xupper",
-        "ymax": "ymax y2 bottom bboxymax bboxy2 ybr yupper",
-        "x": "x bboxx xleft",
-        "y": "y bboxy ytop",
-        "w": "w bw bboxw bboxwidth boxwidth",
-        "h": "h bh bboxh bboxheight boxheight",
-        "width": "width imagewidth imgwidth imwidth",
-        "height": "height imageheight imgheight imheight",
-        "split": "split set subset fold dataset usage",
-        "crowd": "isgroupof iscrowd",
-        "difficult": "difficult",
-    }
-)
+_SYNONYMS: Mapping[str, str] = {
+    "image": "filename file image imagepath filepath path img imagename imgname "
+    "imageid imgid fname externalpath",
+    "label": "class label name category classname labelname categoryname "
+    "objectclass classlabel",
+    "xmin": "xmin x1 left bboxxmin bboxx1 xtl xlower",
+    "ymin": "ymin y1 top bboxymin bboxy1 ytl ylower",
+    "xmax": "xmax x2 right bboxxmax bboxx2 xbr xupper",
+    "ymax": "ymax y2 bottom bboxymax bboxy2 ybr yupper",
+    "x": "x bboxx xleft",
+    "y": "y bboxy ytop",
+    "w": "w bw bboxw bboxwidth boxwidth",
+    "h": "h bh bboxh bboxheight boxheight",
+    "width": "width imagewidth imgwidth imwidth",
+    "height": "height imageheight imgheight imheight",
+    "split": "split set subset fold dataset usage",
+    "crowd": "isgroupof iscrowd",
+    "difficult": "difficult",
+}
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 # Columns of a box, likely first; width and height may be the image's or the box's.
 _BOXES = (
@@ -206,6 +204,7 @@ def _read_csv(tree: Tree, options: Options, summary: Summary) -> Contents:
         contents.samples += samples
         for split, listed in splits.items():
             contents.splits.setdefault(split, []).extend(listed)
+    drop_namesakes(tree, contents, summary)
     return contents
 
 

@@ -9,6 +9,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
+from itertools import permutations
 from pathlib import Path, PurePosixPath
 from unicodedata import normalize
 
@@ -21,6 +22,13 @@ _SPLITS = {
     **dict(training="train", valid="val", validation="val", dev="val", testing="test"),
     "trainval": "trainval",
 }
+# Splits of the folders that may hold the images of a split.
+_ALIKE = {
+    "train": ("train", "trainval", None),
+    "val": ("val", "trainval", None),
+    "trainval": ("trainval", "train", "val", None),
+    "test": ("test", None),
+}
 # Words behind that of a split that say nothing else, as in train_images.
 _NEUTRAL = re.compile(
     r"images?|imgs?|jpe?gs?|pngs?|photos?|pictures?|frames?|jpegimages|masks?|"
@@ -31,7 +39,8 @@ _NEUTRAL = re.compile(
 )
 # Words in folders of images, and of other pictures with the names of the images.
 _PHOTOS = re.compile(r"jpegimages|images?|imgs?|rgb|photos?|pictures?|frames?")
-_MASKS = re.compile(r"masks?|labels?|ann(otation)?s?|gt|depths?|seg[a-z]*|panoptic")
+_LABELS = re.compile(r"labels?|ann(otation)?s?|gt|jsons?")
+_MASKS = re.compile(rf"{_LABELS.pattern}|masks?|depths?|seg[a-z]*|panoptic")
 # Sibling folders of a folder of label files that may hold the images, likely first.
 _IMAGE_FOLDERS = ("JPEGImages", "images", "image", "Images", "img", "")
 
@@ -178,8 +187,8 @@ class Tree:
         key = normalize("NFC", pure.stem if has_suffix else pure.name).lower()
         found = self.images_by_stem.get(key, [])
         if split is not None:
-            fitting = (split, None)
-            found = [p for p in found if self.split_of_folder(parent(p)) in fitting]
+            fits = _ALIKE[split]
+            found = [p for p in found if self.split_of_folder(parent(p)) in fits]
         ranks = [_rank(path, pure, near) for path in found]
         best = max(ranks, default=None)
         return found[ranks.index(best)] if best and ranks.count(best) == 1 else None
@@ -228,6 +237,7 @@ class Tree:
             if image := guess(name, None):
                 best[image] = max(best.get(image, 0), _fit(image, name))
 
+        @cache
         def find(name: str, own: str | None = None) -> str | None:
             image = guess(name, own)
             is_its = image and _fit(image, name) >= best.get(image, 0)
@@ -239,9 +249,11 @@ class Tree:
         """Folders of the images of a file about many images, likely ones first."""
         split, folder = self.split_of_file(path), parent(path)
         bases, words = (folder, parent(folder)), re.split(r"[._]", stem(path))
+        base = bases[bool(_LABELS.fullmatch(_last(folder).lower()))]
 
         def order(one: str) -> tuple[bool, ...]:
-            parts = re.split(r"[^a-z]+", one.lower())
+            inner = one.removeprefix(f"{base}/") if base else one
+            parts = re.split(r"[^a-z]+", inner.lower())
             is_mask, is_photo = (
                 any(map(_.fullmatch, parts)) for _ in (_MASKS, _PHOTOS)
             )
@@ -333,10 +345,12 @@ def _equal_folders(path: str, name: str) -> int:
 
 
 def _fit(path: str, name: str) -> float:
-    """How well a name means an image: infinite if it ends its path."""
-    name = _clean(name)
-    is_end = f"/{path}".endswith(f"/{name}")
-    return math.inf if is_end else _equal_folders(path, name)
+    """How well a name means an image: infinite if one ends with the folders of both."""
+    mine = parent(path).lower()
+    theirs = parent(join("", _clean(name)).replace("../", "")).lower()
+    if any(f"/{a}".endswith(f"/{b}") or not b for a, b in permutations((mine, theirs))):
+        return math.inf
+    return _equal_folders(f"{mine}/", f"{theirs}/")
 
 
 def _clean(name: str) -> str:

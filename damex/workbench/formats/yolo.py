@@ -56,6 +56,7 @@ class _Config:
     names: tuple[str, ...] = ()
     keypoints: int = 0
     places: dict[str, list[str]] = field(default_factory=dict)
+    lacking: tuple[str, ...] = ("test",)  # splits whose folders may be missing
 
 
 def _recognise(tree: Tree) -> str | None:
@@ -97,6 +98,8 @@ def _load_yaml(tree: Tree, path: str) -> Mapping[str, Any]:
 
 def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
     config = _read_config(tree)
+    if (options.val or options.val_share) is not None:
+        config.lacking = ("test", "val")
     names = config.names or options.classes
     if not names:
         raise ConfigError(
@@ -105,7 +108,7 @@ def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
             "classes.txt); add classes=['...', ...] in the order of the numbers."
         )
     labels, unclear = _label_of_images(tree, summary)
-    splits = _split_images(tree, config, options, labels, summary)
+    splits = _split_images(tree, config, labels, summary)
     listed = [image for images in splits.values() for image in images]
     if not splits:
         folders = {parent(image) for image in labels}
@@ -267,18 +270,14 @@ def _names_of(content: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _split_images(
-    tree: Tree,
-    config: _Config,
-    options: Options,
-    labels: Mapping[str, str],
-    summary: Summary,
+    tree: Tree, config: _Config, labels: Mapping[str, str], summary: Summary
 ) -> dict[str, list[str]]:
     """Images by split: from the config, lists, or folders named like splits."""
     splits: dict[str, list[str]] = {}
     of_folder: dict[str, list[str]] = {}
     for split, places in config.places.items():
         for place in places:
-            images = _images_at(tree, place, config, options, summary, split)
+            images = _images_at(tree, place, config, summary, split)
             splits.setdefault(split, []).extend(images)
     splits = splits or _found_lists(tree, summary)
     for image in tree.images:
@@ -294,24 +293,18 @@ def _split_images(
 
 
 def _images_at(
-    tree: Tree,
-    place: str,
-    config: _Config,
-    options: Options,
-    summary: Summary,
-    split: str,
+    tree: Tree, place: str, config: _Config, summary: Summary, split: str
 ) -> list[str]:
     """Images in a folder, or in a list file."""
     near = (parent(config.source), "")
     is_list = place.endswith(".txt")
     path = tree.locate(place, near, tree.files if is_list else tree.folders)
-    is_chosen = split == "val" and (options.val or options.val_share) is not None
-    if path is None and (is_chosen or split == "test") and not is_list:
+    kind = "list" if is_list else "folder"
+    if path is None and split in config.lacking and (split, kind) != ("test", "list"):
         # Often named in configs but not published.
-        summary.note(f"no folder {place!r} for {split}", config.source)
+        summary.note(f"no {kind} {place!r} for {split}", config.source)
         return []
     if path is None:
-        kind = "list" if is_list else "folder"
         raise DataError(
             f"{tree.root / config.source}: {split} is the {kind} {place!r}, which is "
             f"not in {tree.root}. Correct the file, or let root be the folder that "

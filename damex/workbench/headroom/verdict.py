@@ -7,7 +7,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import NamedTuple
 
 from scipy.stats import t as student_t
@@ -16,14 +15,12 @@ Scores = Sequence[float | None]  # one per seed, None if a run has not finished
 CONFIDENCE = 0.95
 
 # The conclusion from each baseline above the dense detector.
-CAUSES = MappingProxyType(
-    {
-        "wide_decoder": "capacity: wider FFNs in the decoder help",
-        "wide_encoder": "capacity: wider FFNs in the encoder help",
-        "single": "interference: datasets do better with separate detectors",
-        "oracle": "routing: experts that know the dataset help",
-    }
-)
+CAUSES: Mapping[str, str] = {
+    "wide_decoder": "capacity: wider FFNs in the decoder help",
+    "wide_encoder": "capacity: wider FFNs in the encoder help",
+    "single": "interference: datasets do better with separate detectors",
+    "oracle": "routing: experts that know the dataset help",
+}
 NO_VERDICT = f"No verdict: it needs a seed of dense and of one of {', '.join(CAUSES)}."
 
 # Threshold for one seed, without an interval: deviations over seeds are 0.004 to 0.036
@@ -31,13 +28,11 @@ NO_VERDICT = f"No verdict: it needs a seed of dense and of one of {', '.join(CAU
 MIN_GAIN = 0.02
 GUESS = " (a guess from a single seed)"
 
-OPENINGS = MappingProxyType(
-    {
-        "yes": "Experts can help",
-        "no": "Experts are not shown to help",
-        "undecided": "Whether experts will help is undecided",
-    }
-)
+OPENINGS: Mapping[str, str] = {
+    "yes": "Experts can help",
+    "no": "Experts are not shown to help",
+    "undecided": "Whether experts will help is undecided",
+}
 
 
 class Spread(NamedTuple):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import colorsys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -48,47 +47,45 @@ _STAR = _regular(10) * np.where(np.arange(10) % 2 == 0, 1.0, 0.45)[:, None]
 _KITE = np.array([(0.0, -1.0), (0.6, -0.35), (0.0, 0.7), (-0.6, -0.35)])
 
 # The layers of each drawing, first to last; the first has a colour.
-SHAPES: Mapping[str, Sequence[Layer]] = MappingProxyType(
-    {
-        "circle": [(_regular(48), 1)],
-        "ring": [(_regular(48), 1), (_regular(48, radius=0.55), None)],
-        "square": [(_rectangle(0.7, 0.7), 1)],
-        "triangle": [(_regular(3), 1)],
-        "star": [(_STAR, 1)],
-        "shiny_disc": [
-            (_regular(48), 0.55),
-            (_regular(48, radius=0.82), 1),
-            (_regular(24, radius=0.22, center=(-0.3, -0.35)), _WHITE),
-        ],
-        "framed_box": [
-            (_rectangle(0.7, 0.7), 0.55),
-            (_rectangle(0.52, 0.52), 1),
-            ([(-0.6, 0.4), (-0.4, 0.6), (0.6, -0.4), (0.4, -0.6)], 0.55),
-        ],
-        "split_wedge": [
-            ([(0.0, -1.0), (0.75, 0.65), (-0.75, 0.65)], 1),
-            ([(0.0, -1.0), (0.75, 0.65), (0.0, 0.4)], 0.55),
-        ],
-        "car": [  # seen from the side, heading right
-            ([(-0.95, -0.1), (0.95, -0.1), (0.95, 0.26), (-0.95, 0.26)], 1),
-            ([(-0.6, -0.05), (-0.38, -0.42), (0.25, -0.42), (0.55, -0.05)], 1),
-            ([(-0.42, -0.08), (-0.3, -0.32), (0.18, -0.32), (0.36, -0.08)], _GLASS),
-            (_regular(20, radius=0.2, center=(-0.5, 0.28)), _DARK),
-            (_regular(20, radius=0.2, center=(0.5, 0.28)), _DARK),
-        ],
-        "kite": [
-            (_KITE, 1),
-            (_KITE[:3] * 0.98, 0.6),
-            ([(-0.18, 0.95), (0.0, 0.6), (0.18, 0.95)], _WHITE),
-        ],
-        "leaf": [
-            (np.concatenate([_EDGE, _EDGE[::-1] * (1, -1)]), 1),
-            (_rectangle(0.8, 0.04), _WHITE),
-        ],
-        "cross": [(_rectangle(0.95, 0.2), 1), (_rectangle(0.2, 0.95), 1)],
-        "stick": [(_rectangle(0.97, 0.08), 1)],
-    }
-)
+SHAPES: Mapping[str, Sequence[Layer]] = {
+    "circle": [(_regular(48), 1)],
+    "ring": [(_regular(48), 1), (_regular(48, radius=0.55), None)],
+    "square": [(_rectangle(0.7, 0.7), 1)],
+    "triangle": [(_regular(3), 1)],
+    "star": [(_STAR, 1)],
+    "shiny_disc": [
+        (_regular(48), 0.55),
+        (_regular(48, radius=0.82), 1),
+        (_regular(24, radius=0.22, center=(-0.3, -0.35)), _WHITE),
+    ],
+    "framed_box": [
+        (_rectangle(0.7, 0.7), 0.55),
+        (_rectangle(0.52, 0.52), 1),
+        ([(-0.6, 0.4), (-0.4, 0.6), (0.6, -0.4), (0.4, -0.6)], 0.55),
+    ],
+    "split_wedge": [
+        ([(0.0, -1.0), (0.75, 0.65), (-0.75, 0.65)], 1),
+        ([(0.0, -1.0), (0.75, 0.65), (0.0, 0.4)], 0.55),
+    ],
+    "car": [  # seen from the side, heading right
+        ([(-0.95, -0.1), (0.95, -0.1), (0.95, 0.26), (-0.95, 0.26)], 1),
+        ([(-0.6, -0.05), (-0.38, -0.42), (0.25, -0.42), (0.55, -0.05)], 1),
+        ([(-0.42, -0.08), (-0.3, -0.32), (0.18, -0.32), (0.36, -0.08)], _GLASS),
+        (_regular(20, radius=0.2, center=(-0.5, 0.28)), _DARK),
+        (_regular(20, radius=0.2, center=(0.5, 0.28)), _DARK),
+    ],
+    "kite": [
+        (_KITE, 1),
+        (_KITE[:3] * 0.98, 0.6),
+        ([(-0.18, 0.95), (0.0, 0.6), (0.18, 0.95)], _WHITE),
+    ],
+    "leaf": [
+        (np.concatenate([_EDGE, _EDGE[::-1] * (1, -1)]), 1),
+        (_rectangle(0.8, 0.04), _WHITE),
+    ],
+    "cross": [(_rectangle(0.95, 0.2), 1), (_rectangle(0.2, 0.95), 1)],
+    "stick": [(_rectangle(0.97, 0.08), 1)],
+}
 
 
 def draw(
