@@ -217,9 +217,9 @@ class Tree:
     ) -> Callable[..., str | None]:
         """Find images by the ``names`` in ``path``, a file about many images.
 
-        They lie in its folder, in a folder of its split, or in ``images``. An image
-        that several names may mean is that of the name with most equal folders: others
-        of this name are missing.
+        They lie in its folder, in a folder of its split, or in ``images``. If several
+        names may mean one image, that with most equal folders does: the images of the
+        others are missing.
         """
         split, near = self.split_of_file(path), self._near_table(path)
         # A file may divide the images of one folder, such as train/, anew.
@@ -249,14 +249,14 @@ class Tree:
         """Folders of the images of a file about many images, likely ones first."""
         split, folder = self.split_of_file(path), parent(path)
         bases, words = (folder, parent(folder)), re.split(r"[._]", stem(path))
-        base = bases[bool(_LABELS.fullmatch(_last(folder).lower()))]
+        # A dataset of masks has its table in their folder: its name says nothing.
+        top = bases[bool(_LABELS.fullmatch(_last(folder).lower()))]
 
         def order(one: str) -> tuple[bool, ...]:
-            inner = one.removeprefix(f"{base}/") if base else one
+            inner = one.removeprefix(f"{top}/") if top else one
             parts = re.split(r"[^a-z]+", inner.lower())
-            is_mask, is_photo = (
-                any(map(_.fullmatch, parts)) for _ in (_MASKS, _PHOTOS)
-            )
+            is_mask = any(map(_MASKS.fullmatch, parts))
+            is_photo = any(map(_PHOTOS.fullmatch, parts))
             apart = (not f"{one}/".startswith(f"{base}/") for base in bases if base)
             return (is_mask, *apart, not is_photo, _last(one) not in words)
 
@@ -345,7 +345,7 @@ def _equal_folders(path: str, name: str) -> int:
 
 
 def _fit(path: str, name: str) -> float:
-    """How well a name means an image: infinite if one ends with the folders of both."""
+    """Number of equal folders; infinite if those of one path end those of the other."""
     mine = parent(path).lower()
     theirs = parent(join("", _clean(name)).replace("../", "")).lower()
     if any(f"/{a}".endswith(f"/{b}") or not b for a, b in permutations((mine, theirs))):
