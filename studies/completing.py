@@ -188,9 +188,9 @@ def quality(completed: Path, truth: Path, /) -> None:
         truth: Folder of the same datasets with all labels.
     """
     print(f"{'':28} labels  ignored  missing  right  found  found or ignored")
-    for folder in sorted(truth.iterdir()):
-        document = json.loads((completed / folder.name / "train.json").read_text())
-        whole = json.loads((folder / "train.json").read_text())
+    for path in sorted(completed.glob("*/train.json")):
+        folder, document = path.parent, json.loads(path.read_text())
+        whole = json.loads((truth / folder.name / "train.json").read_text())
         names = {one["id"]: one["name"] for one in document["categories"]}
         for name in [c["name"] for c in document["categories"] if c.get("predicted")]:
             finds = _boxes(document, name, names, predicted=True)
