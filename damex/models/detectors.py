@@ -33,12 +33,7 @@ from damex.models.dataset_awareness import build_awareness
 from damex.models.dataset_classifier import restrict_to_predicted_group
 from damex.models.detection_losses import DenseQueryLoss, balanced_images, ignoring
 from damex.models.expert_parallel import missing_passes
-from damex.models.insertion import (
-    EXTENSIONS,
-    counts_foreground,
-    insert_moe,
-    moe_blocks,
-)
+from damex.models.insertion import EXTENSIONS, counts_foreground, insert_moe, moe_blocks
 from damex.models.outputs import add_dataset_instances, attach_routing, routing_losses
 from damex.models.queries import (
     batches_of_one_shape,
@@ -215,8 +210,14 @@ class RoutedDetector(_Detector):
             self.upcycling.check_begun()
         if self.training and counts_foreground(moe_blocks(self)):
             boxes = boxes_of(batch_data_samples)
-        known: Any = dict(group_ids_B=groups, boxes=boxes)
-        with self._step(batch_inputs, batch_data_samples, learns=True, **known):
+        ignored: dict[str, Any] = {}
+        if self.awareness is not None:
+            ignored = self.awareness.ignored_if_found(batch_data_samples)
+        with (
+            self._step(batch_inputs, batch_data_samples, groups, boxes),
+            balanced_images(self, batch_data_samples, self.image_balance),
+            ignoring(self, batch_data_samples, **ignored),
+        ):
             losses = super().loss(batch_inputs, batch_data_samples)
             losses = {**losses, **routing_losses(self.routing.records)}
             if self.training and self.tally is not None:
@@ -293,32 +294,26 @@ class RoutedDetector(_Detector):
                     "no group_id; evaluate on a MixtureDataset, or set "
                     "moe.oracle=False."
                 )
-        return self._step(images, samples, group_ids_B=groups)
+        return self._step(images, samples, groups)
 
     @contextmanager
     def _step(
         self,
         images: Tensor,
         samples: list | None,
-        *,
-        learns: bool = False,
-        **known: Any,
+        groups_B: Tensor | None,
+        boxes: list[Tensor] | None = None,
     ) -> Iterator[None]:
         """Open a routing step, with the gates of its images if channels are gated."""
         gates = None
         if self.channel_gating is not None:
             gates = self.channel_gating(images, samples)
-        ratio_B2 = valid_ratio_of(images, samples)
-        awareness = self.awareness
-        found: dict[str, Any] = {}
-        balance = self.image_balance if learns else 0.0
-        if learns and awareness is not None:
-            found = awareness.ignored_if_found(samples or ())
+        ratio_B2, awareness = valid_ratio_of(images, samples), self.awareness
         with (
-            self.routing.step(valid_ratio_B2=ratio_B2, gates=gates, **known),
+            self.routing.step(
+                groups_B, boxes=boxes, valid_ratio_B2=ratio_B2, gates=gates
+            ),
             awareness.step(self.bbox_head, samples) if awareness else nullcontext(),
-            balanced_images(self, samples or (), balance),
-            ignoring(self, samples or (), **found) if learns else nullcontext(),
         ):
             yield
 
