@@ -17,9 +17,10 @@ import torch
 from mmdet.registry import METRICS
 from mmengine.evaluator import BaseMetric
 from mmengine.logging import print_log
+from torchvision.ops import batched_nms
 
 from damex.datasets.label_space import LabelSpace
-from damex.datasets.tiles import merged
+from damex.datasets.tiles import MERGE_IOU
 from damex.datasets.windows import Window
 from damex.errors import ConfigError, DataError, check_sizes
 
@@ -415,8 +416,8 @@ def _merged(parts: Sequence[ImageResult]) -> ImageResult:
     """Detections in several windows of an image, those of one object once."""
     keys = ("boxes", "scores", "labels")
     every = {key: np.concatenate([getattr(one, key) for one in parts]) for key in keys}
-    boxes_K4, scores_K, labels_K = map(torch.from_numpy, every.values())
-    kept = merged(boxes_K4, scores_K, labels_K).numpy()
+    tensors = map(torch.from_numpy, every.values())
+    kept = batched_nms(*tensors, iou_threshold=MERGE_IOU).numpy()
     return replace(parts[0], **{key: values[kept] for key, values in every.items()})
 
 

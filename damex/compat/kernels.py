@@ -222,8 +222,10 @@ def nms(boxes: Tensor, scores: Tensor, iou_threshold: float, offset: int) -> Ten
     ``boxes`` are x1, y1, x2, y2, ``(boxes, 4)``. ``offset`` is 1 if x2 and y2 are the
     last pixel of a box, 0 if they are its edge.
     """
+    from torchvision import ops  # imports torch's compiler, which takes a second
+
     edges = _widen(boxes) + boxes.new_tensor([0, 0, offset, offset])
-    return _torchvision_ops().nms(edges, _widen(scores), iou_threshold)
+    return ops.nms(edges, _widen(scores), iou_threshold)
 
 
 def roi_align_forward(
@@ -284,17 +286,12 @@ def _roi_align(
             "compiled ops and the stub of damex only averages. Use "
             "pool_mode='avg', or install an mmcv with compiled ops."
         )
-    regions, size = rois.to(features.dtype), (aligned_height, aligned_width)
-    return _torchvision_ops().roi_align(
-        features, regions, size, spatial_scale, sampling_ratio, aligned
-    )
-
-
-def _torchvision_ops() -> Any:
-    """Imported when it is used: it imports torch's compiler, which takes a second."""
     from torchvision import ops
 
-    return ops
+    regions, size = rois.to(features.dtype), (aligned_height, aligned_width)
+    return ops.roi_align(
+        features, regions, size, spatial_scale, sampling_ratio, aligned
+    )
 
 
 def _widen(tensor: Tensor) -> Tensor:

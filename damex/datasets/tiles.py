@@ -4,8 +4,6 @@ A dataset with ``tile=N`` in its mixture entry is seen through windows of N x N 
 of its images: random ones in training, all of them in evaluation, where detections are
 merged. The pipeline resizes a window as it does whole images, so that objects look
 larger by the ratio of their sides.
-
-Axes: K boxes.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ from mmcv.transforms import BaseTransform
 from mmdet.registry import TRANSFORMS
 from mmdet.structures import DetDataSample
 from mmengine.structures import InstanceData
-from torch import Tensor
 from torchvision.ops import batched_nms
 
 from damex.errors import ConfigError
@@ -95,20 +92,12 @@ class IgnoreCutBoxes(BaseTransform):
         return results
 
 
-def merged(boxes_K4: Tensor, scores_K: Tensor, labels_K: Tensor) -> Tensor:
-    """Return the indices of the detections of several windows that stay, best first.
-
-    An object in the overlap of two windows is found twice: class-wise non-maximum
-    suppression leaves the better of two boxes.
-    """
-    return batched_nms(boxes_K4, scores_K, labels_K, iou_threshold=MERGE_IOU)
-
-
 def joined(parts: Sequence[Any]) -> Any:
     """Return one data sample for the windows of an image, with boxes in the image.
 
     A sample without ``window`` is of the whole image. A single one keeps all of its
-    detections, which have nothing to be merged with.
+    detections. Of an object in the overlap of two windows, found twice, class-wise
+    non-maximum suppression leaves the better box.
     """
     whole = parts[0].clone()
     for key in INSTANCES:
@@ -116,7 +105,8 @@ def joined(parts: Sequence[Any]) -> Any:
             continue
         found = InstanceData.cat([_in_image(part, part.get(key)) for part in parts])
         if len(parts) > 1:
-            found = found[merged(found.bboxes, found.scores, found.labels)]
+            fields = found.bboxes, found.scores, found.labels
+            found = found[batched_nms(*fields, iou_threshold=MERGE_IOU)]
         whole.set_field(found, key)
     return whole
 

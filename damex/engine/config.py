@@ -35,6 +35,7 @@ from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
 from damex.engine.optim import check_optimizer_type, set_length
 from damex.errors import ConfigError, did_you_mean
+from damex.models.build import module_class
 from damex.models.config import (
     COUNT,
     FLAG,
@@ -195,7 +196,13 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
 def _check_dataset(cfg: Mapping[str, Any], loader: str) -> None:
     """Reject invalid image sizes and a mixture without datasets."""
     dataset = (cfg.get(loader) or {}).get("dataset")
-    _check_sizes(dataset, loader)
+    for step in sized_steps(dataset):
+        for name in SIZES:
+            if name in step and not _is_positive(step[name]):
+                raise ConfigError(
+                    f"{step['type']} in a pipeline of {loader}: {name} must be made of "
+                    f"numbers above 0, as in {name}=(1333, 800), got {step[name]!r}."
+                )
     mixtures = [] if cfg.get("mixture") is not None else mixture_datasets(dataset)
     if not all(mixture.get("datasets") for mixture in mixtures):
         raise ConfigError(
@@ -212,17 +219,6 @@ def _check_dataset(cfg: Mapping[str, Any], loader: str) -> None:
                 f"reads one annotation file; set {key}=dict(_delete_=True, "
                 "type='MixtureMetric')."
             )
-
-
-def _check_sizes(config: Any, loader: str) -> None:
-    """Reject image sizes of pipeline steps that are not made of numbers above 0."""
-    for step in sized_steps(config):
-        for key in SIZES:
-            if key in step and not _is_positive(step[key]):
-                raise ConfigError(
-                    f"{step['type']} in a pipeline of {loader}: {key} must be made of "
-                    f"numbers above 0, as in {key}=(1333, 800), got {step[key]!r}."
-                )
 
 
 def _values(cfg: Any, place: str) -> Iterator[Any]:
@@ -263,8 +259,7 @@ def check_detector(model: Any) -> Any:
 
     There ``moe=None`` is dropped; another ``moe`` raises a ConfigError.
     """
-    kind = model.get("type")
-    kind = MODELS.get(kind) if isinstance(kind, str) else kind
+    kind = module_class(model)
     if not isinstance(kind, type) or issubclass(kind, RoutedDetector):
         return kind
     if model.pop("moe", None) is None:

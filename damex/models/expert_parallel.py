@@ -7,8 +7,8 @@ from types import MappingProxyType
 
 import torch
 from mmengine.device import get_device
-from mmengine.dist import all_reduce
-from torch import distributed, nn
+from mmengine.dist import all_reduce, get_world_size, is_distributed
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from damex.errors import ConfigError
@@ -77,9 +77,8 @@ def shard_experts(config: MoEConfig, blocks: Sequence[MoEBlock]) -> str:
 
 def _check_processes(size: int) -> None:
     """Reject too few processes, or a number that is not a multiple."""
-    is_started = distributed.is_available() and distributed.is_initialized()
-    count = distributed.get_world_size() if is_started else 1
-    if count % size or not is_started:
+    count = get_world_size()
+    if count % size or not is_distributed():
         raise ConfigError(
             f"moe.expert_parallel={size} needs a number of processes that it divides, "
             f"and there are {count}; start {size} processes, or a multiple of that, "
