@@ -17,7 +17,7 @@ import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -166,7 +166,10 @@ def orderly_end(runner: MixtureRunner) -> Iterator[None]:
     except BaseException as raised:
         # Whatever follows a signal follows from it, such as workers that have ended.
         error = KeyboardInterrupt() if runner.signals else raised
-        with _uninterrupted():
+        with ExitStack() as stack:
+            if threading.current_thread() is threading.main_thread():
+                before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+                stack.callback(signal.signal, signal.SIGINT, before)
             _end_workers(runner)
         for hook in getattr(runner, "_hooks", ()):
             if isinstance(hook, ProgressHook):
@@ -220,19 +223,6 @@ def _interruptible(runner: MixtureRunner) -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, usual[number])
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Ignore Ctrl-C for a moment."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _end_workers(runner: MixtureRunner) -> None:

@@ -343,20 +343,18 @@ def read_config(
         check_known(key, rules, f"{where} has the unknown key {key!r}")
     found = {}
     for spec in dataclasses.fields(kind):  # type: ignore[arg-type]
-        value, rule = values.get(spec.name), rules[spec.name]
+        rule = rules[spec.name]
+        value: Any = values.get(spec.name)
         if value is None and spec.default is dataclasses.MISSING and rule.type:
             value = {}
         is_number = isinstance(spec.default, (bool, int, float, str))
         has_default = spec.default is not dataclasses.MISSING
         if value is None and has_default and not (spec.name in values and is_number):
             continue
-        found[spec.name] = _read_value(rule, value, f"{where}.{spec.name}")
+        place = f"{where}.{spec.name}"
+        if not rule.is_allowed(value):
+            raise ConfigError(f"{place} must be {rule.words}, got {value!r}.")
+        if rule.nested is not None:
+            value = read_config(rule.nested, value, place)
+        found[spec.name] = value if rule.type is None else {"type": rule.type, **value}
     return kind(**found)
-
-
-def _read_value(rule: Rule, value: Any, where: str) -> Any:
-    if not rule.is_allowed(value):
-        raise ConfigError(f"{where} must be {rule.words}, got {value!r}.")
-    if rule.nested is not None:
-        return read_config(rule.nested, value, where)
-    return value if rule.type is None else {"type": rule.type, **value}

@@ -198,12 +198,15 @@ class MoELayer(nn.Module):
         group_ids_V = None
         if group_ids_B is not None:
             group_ids_V = packing.spread(group_ids_B.to(logits_VE.device))
-        votes_BG = None
+        chosen_V = group_ids_V if self._chooser == "dataset" else None
+        votes_BG, allowed = None, {}
         if self._chooser == "image" and self.group_experts_GE is not None:
             votes_BG = image_votes(logits_VE, self.group_experts_GE, packing)
             if earlier_votes_BG is not None:
                 votes_BG = earlier_votes_BG + votes_BG
-        allowed = self._restrict(packing, group_ids_V, votes_BG)
+            chosen_V = packing.spread(votes_BG.argmax(1))
+        if chosen_V is not None and self.group_experts_GE is not None:
+            allowed["allowed_VE"] = allowed_experts(chosen_V, self.group_experts_GE)
         record = RoutingRecord(
             logits_VE=logits_VE,
             packing=packing,
@@ -218,17 +221,6 @@ class MoELayer(nn.Module):
             losses = {loss.name: loss.weight * loss(record) for loss in self.losses}
             record = dataclasses.replace(record, losses=losses)
         return record
-
-    def _restrict(
-        self, packing: Packing, group_ids_V: Tensor | None, votes_BG: Tensor | None
-    ) -> dict[str, Tensor]:
-        """Return the mask of experts open to each token, empty if all are."""
-        chosen_V = group_ids_V if self._chooser == "dataset" else None
-        if votes_BG is not None:
-            chosen_V = packing.spread(votes_BG.argmax(1))
-        if chosen_V is None or self.group_experts_GE is None:
-            return {}
-        return {"allowed_VE": allowed_experts(chosen_V, self.group_experts_GE)}
 
     @property
     def _chooser(self) -> str:
