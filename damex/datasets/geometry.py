@@ -232,7 +232,7 @@ def check_views(cfg: Mapping[str, Any]) -> list[str]:
     Returns:
         Notes on pipelines that cannot be compared.
     """
-    notes: dict[str, None] = {}
+    notes: list[str] = []
     if cfg.get("pipeline_check", "on") == "off":
         return []
     trained, seen = pipelines_of(cfg, LOADERS[0]), set()
@@ -248,10 +248,10 @@ def check_views(cfg: Mapping[str, Any]) -> list[str]:
                 try:
                     views = [view_of(one, probe) for one in (trained[name], steps)]
                 except _CannotRunError as error:
-                    notes[f"{where} was not compared with training: {error}."] = None
+                    notes.append(f"{where} was not compared with training: {error}.")
                     continue
                 _compare(*views, where=where)
-    return [*notes]
+    return notes
 
 
 class _CannotRunError(Exception):

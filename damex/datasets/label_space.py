@@ -319,8 +319,7 @@ class LabelSpace:
 
     def dataset_id(self, name: str) -> int:
         """Index of a dataset; ConfigError if it is unknown."""
-        words = f"the mixture has no dataset {name!r}"
-        check_known(name, self.dataset_names, words)
+        check_known(name, self.dataset_names, f"the mixture has no dataset {name!r}")
         return self.dataset_names.index(name)
 
     def group_id(self, dataset_id: int) -> int:

@@ -252,8 +252,7 @@ class MixtureDataset(Dataset):
         source, _ = self.locate(index)
         info = self.get_data_info(index)
         keys = {"predicted_labels", "sample_idx", "window", "image_number"} & {*info}
-        added = {key: info[key] for key in keys}
-        identity = {**self._identities[source], **added}
+        identity = {**self._identities[source], **{key: info[key] for key in keys}}
         if self.test_mode:
             identity["ground_truth"] = info.get("ground_truth") or _as_ground_truth(
                 info["instances"]

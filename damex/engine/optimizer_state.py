@@ -98,11 +98,7 @@ def load_moments(
 
 
 def check_resumable(
-    checkpoint: Mapping[str, Any],
-    optim_wrapper: Any,
-    *,
-    has_schedules: bool,
-    path: str,
+    checkpoint: Mapping[str, Any], optim_wrapper: Any, *, has_schedules: bool, path: str
 ) -> None:
     """Check that a training can continue from a checkpoint as if it had not stopped.
 
@@ -152,11 +148,9 @@ def check_resumable(
 
 def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
     """State keys of each parameter, in the order of the optimiser."""
+    if parts := getattr(optimizer, "optimizers", ()):
+        return [keys for part in parts for keys in _needed_keys(part)]
     rows: list[tuple[str, ...]] = []
-    for part in (parts := getattr(optimizer, "optimizers", ())):
-        rows += _needed_keys(part)
-    if parts:
-        return rows
     for group in optimizer.param_groups:
         if isinstance(optimizer, (Adam, AdamW)):
             keys: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")

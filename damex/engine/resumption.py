@@ -289,8 +289,7 @@ class AccumulationHook(Hook):
             for name, parameter in bare_model(runner).named_parameters()
             if parameter.grad is not None
         }
-        counts = wrapper._accumulative_counts
-        checkpoint[GRADIENTS] = dict(counts=counts, values=values)
+        checkpoint[GRADIENTS] = dict(counts=wrapper._accumulative_counts, values=values)
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Take over the gradients if the next step needs them; warn without them."""

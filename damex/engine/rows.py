@@ -208,10 +208,8 @@ def remap_rows(
     if stored.groups and wanted.groups and stored.groups != wanted.groups:
         check_declared(detector)
     own = detector.state_dict()
-    sources, targets = (
-        row_keys(detector, state, stored),
-        row_keys(detector, own, wanted),
-    )
+    sources = row_keys(detector, state, stored)
+    targets = row_keys(detector, own, wanted)
     moved = set()
     for name in sources.keys() & targets.keys():
         same_rows = sources[name] == targets[name]

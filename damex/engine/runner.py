@@ -397,10 +397,6 @@ class MixtureRunner(Runner):
         self._has_loaded = True
         self.logger.info(f"Load checkpoint from {filename}")
         if is_start and self.cfg.get("load_optimizer"):
-            optimizer = self.optim_wrapper.optimizer
-            self.logger.info(
-                load_moments(
-                    checkpoint, model, optimizer, path=filename, without=remapped
-                )
-            )
+            given = checkpoint, model, self.optim_wrapper.optimizer
+            self.logger.info(load_moments(*given, path=filename, without=remapped))
         return checkpoint

@@ -216,16 +216,11 @@ class DatasetAwareness(nn.Module):
         if logits_BG is None or config is None:
             return {}
         loss, accuracy = dataset_loss(logits_BG, group_ids_B)
-        return {
-            "loss_dataset": config.loss_weight * loss,
-            "dataset_accuracy": accuracy,
-        }
+        return dict(loss_dataset=config.loss_weight * loss, dataset_accuracy=accuracy)
 
 
 def build_awareness(
-    detector: Any,
-    options: Mapping[str, Any],
-    label_coverage: Mapping[str, Any] | None,
+    detector: Any, options: Mapping[str, Any], label_coverage: Mapping[str, Any] | None
 ) -> DatasetAwareness | None:
     """Build the dataset awareness of a detector; None if all options are off.
 
