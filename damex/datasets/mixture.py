@@ -367,9 +367,8 @@ class MixtureDataset(Dataset):
         if spec.classes is not None or leaf["type"] == "NamedCocoDataset":
             config["metainfo"] = dict(classes=own)
         if leaf["type"] == "NamedCocoDataset":
-            root, policy = spec.converted_root, self.on_bad_box
-            config.update(name=spec.name, split=self.split, root=root)
-            config.update(on_bad_box=policy, check=self._check)
+            config.update(name=spec.name, split=self.split, root=spec.converted_root)
+            config.update(on_bad_box=self.on_bad_box, check=self._check)
         return config
 
 

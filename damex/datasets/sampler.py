@@ -143,8 +143,7 @@ class MixtureSampler(Sampler[SeededIndex]):
 
     def __len__(self) -> int:
         """Samples per epoch and process."""
-        group = self.world_size * self._unit
-        return self._unit * math.ceil(self.total / group)
+        return self._unit * math.ceil(self.total / (self.world_size * self._unit))
 
     def __iter__(self) -> Iterator[SeededIndex]:
         start, self._skipped = self._skipped, 0

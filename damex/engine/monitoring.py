@@ -100,8 +100,7 @@ def check_monitored(runner: Runner, *, has_experts: bool) -> None:
     """
     evaluators = runner.cfg.get("val_evaluator") or []
     evaluators = evaluators if isinstance(evaluators, list) else [evaluators]
-    kinds = {one.get("type") for one in evaluators}
-    if kinds != {"MixtureMetric"}:
+    if {one.get("type") for one in evaluators} != {"MixtureMetric"}:
         return
     dataset = (runner.cfg.get("val_dataloader") or {}).get("dataset")
     known = score_names(

@@ -177,18 +177,16 @@ class MixtureRunner(Runner):
         """Apply ``train_only``, then wrap for several processes."""
         datasets = self.cfg.get("train_only")
         if datasets is not None:  # before DDP looks at requires_grad
-            space = label_space_of(self.cfg)
-            self._kept_rows = freeze_all_but(model, space, datasets)
+            self._kept_rows = freeze_all_but(model, label_space_of(self.cfg), datasets)
         if self.distributed and self.cfg.get("sync_bn"):
             norms = (one for one in model.modules() if isinstance(one, nn.BatchNorm2d))
             if any(hasattr(one, "act") for one in norms):  # of timm
                 raise ConfigError(
                     "sync_bn drops the activations in this backbone's norms; remove it."
                 )
-        is_bare = not is_model_wrapper(model)
-        if self.distributed and is_bare:
-            model_wrapper_cfg = wrapper_config(model_wrapper_cfg, model, self.cfg)
-        if is_bare:
+        if not is_model_wrapper(model):
+            if self.distributed:
+                model_wrapper_cfg = wrapper_config(model_wrapper_cfg, model, self.cfg)
             exclude_from_ddp(model, model_wrapper_cfg or {})
         if is_fully_sharded(self):
             return model.to(get_device())  # sharded once weights are loaded

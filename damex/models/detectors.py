@@ -376,8 +376,7 @@ class MoEDINO(RoutedDetector, DINO):
     ) -> tuple[dict, dict]:
         """Prepare the decoder's queries; denoising fillers are masked out."""
         if self.awareness is not None:
-            records = self.routing.records
-            self.awareness.predict_datasets(memory, memory_mask, records)
+            self.awareness.predict_datasets(memory, memory_mask, self.routing.records)
         inputs, head_inputs = super().pre_decoder(memory, memory_mask, **kwargs)
         if self.training:
             inputs["query_mask"] = real_query_mask(inputs["query"])

@@ -58,25 +58,6 @@ def shard_experts(config: MoEConfig, blocks: Sequence[MoEBlock]) -> str:
             f"moe.expert_parallel to one of {_divisors(num_experts)}, or "
             f"moe.num_experts={(num_experts // size + 1) * size}."
         )
-    _check_processes(size)
-    shards = ExpertShards.of_world(size, device_type=get_device())
-    try:
-        for block in blocks:
-            block.moe.shard_experts(shards)
-    except ValueError as error:
-        raise ConfigError(
-            f"moe.expert_parallel={size}: {error}; set moe.expert_parallel=1."
-        ) from error
-    rows, each = shards.num_processes // size, num_experts // size
-    first = shards.index * each
-    return (
-        f"of {num_experts} experts each process holds {each} (this one {first} to "
-        f"{first + each - 1}); {rows} x {size} processes (data x experts)"
-    )
-
-
-def _check_processes(size: int) -> None:
-    """Reject too few processes, or a number that is not a multiple."""
     count = get_world_size()
     if count % size or not is_distributed():
         raise ConfigError(
@@ -86,6 +67,20 @@ def _check_processes(size: int) -> None:
             f"pytorch, or set moe.expert_parallel to one of {_divisors(count)} "
             "(checkpoints are the same)."
         )
+    shards = ExpertShards.of_world(size, device_type=get_device())
+    try:
+        for block in blocks:
+            block.moe.shard_experts(shards)
+    except ValueError as error:
+        raise ConfigError(
+            f"moe.expert_parallel={size}: {error}; set moe.expert_parallel=1."
+        ) from error
+    rows, each = count // size, num_experts // size
+    first = shards.index * each
+    return (
+        f"of {num_experts} experts each process holds {each} (this one {first} to "
+        f"{first + each - 1}); {rows} x {size} processes (data x experts)"
+    )
 
 
 def _divisors(number: int) -> list[int]:

@@ -29,8 +29,7 @@ def selects_by_first_class(detector: Any) -> bool:
     True for two-stage Deformable DETR (Zhu et al. 2021), whose first stage separates
     objects from background.
     """
-    is_deformable = isinstance(detector, DeformableDETR)
-    is_staged = is_deformable and detector.as_two_stage
+    is_staged = isinstance(detector, DeformableDETR) and detector.as_two_stage
     return is_staged and not isinstance(detector, DINO)  # DINO scores all classes
 
 

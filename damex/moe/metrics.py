@@ -92,8 +92,7 @@ def routing_hits(record: RoutingRecord) -> tuple[Tensor, Tensor]:
 
 
 def _tokens_by_group(group_ids_V: Tensor, num_groups: int) -> Tensor:
-    column = group_ids_V.new_zeros(())
-    return count_pairs(group_ids_V, column, (num_groups, 1))[:, 0]
+    return count_pairs(group_ids_V, group_ids_V.new_zeros(()), (num_groups, 1))[:, 0]
 
 
 def top1_expert(record: RoutingRecord) -> Tensor:
