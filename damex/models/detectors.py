@@ -179,14 +179,6 @@ class RoutedDetector(_Detector):
         if self._warmup is not None:
             self._warmup.begin_step(self, iteration=iteration, max_iters=max_iters)
 
-    def end_step(self) -> None:
-        """End the forward of a training step: sum the gates' loads over processes.
-
-        Called before the backward pass, where recomputed layers must not count.
-        """
-        for block in moe_blocks(self):
-            block.moe.gate.end_step()
-
     def init_weights(self) -> None:
         """Initialize as mmdet does, then the experts one by one.
 
@@ -225,13 +217,14 @@ class RoutedDetector(_Detector):
                 add_tallies(self.tally, {n: LayerTally.of(one) for n, one in records})
             if self.awareness is not None:
                 losses.update(self.awareness.losses(groups))
-            gates = self.routing.gates
-            if self.channel_gating is not None and gates is not None:
+            if (gates := self.routing.gates) is not None:
                 found = self.channel_gating.losses(gates, batch_data_samples, groups)
                 losses.update(found)
         if not self.training:
             return losses
-        self.end_step()
+        # Before the backward pass, where recomputed layers must not count.
+        for block in moe_blocks(self):
+            block.moe.gate.end_step()
         return losses if self._warmup is None else self._warmup.choose_losses(losses)
 
     def predict(
@@ -326,9 +319,8 @@ class RoutedDetector(_Detector):
             foreground = encoder_foreground(
                 boxes, kwargs["spatial_shapes"], self.routing.valid_ratio_B2
             )
-        with self.routing.component(
-            None if feat_mask is None else ~feat_mask, foreground
-        ):
+        real = None if feat_mask is None else ~feat_mask
+        with self.routing.component(real, foreground):
             return super().forward_encoder(feat=feat, feat_mask=feat_mask, **kwargs)
 
     def pre_decoder(self, memory: Tensor, *args: Any, **kwargs: Any) -> tuple:
