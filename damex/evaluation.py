@@ -92,7 +92,7 @@ def coco_scores(
 
 
 def _mean(precision: np.ndarray) -> float:
-    """Mean of the precisions that are known, else nan; -1 stands for unknown ones."""
+    """Mean of the known precisions, else nan; -1 marks unknown ones."""
     known = precision[precision >= 0]
     return float(known.mean()) if known.size else float("nan")
 
@@ -198,8 +198,8 @@ class MixtureMetric(BaseMetric):
     layers (1/E is balanced).
 
     With `classwise` also ``<dataset>/AP_class_<label>``, and
-    ``<dataset>/confusion_<group>``: the number of its images of which most tokens went
-    to the experts of that dataset group.
+    ``<dataset>/confusion_<group>``: the number of its images with most tokens sent to
+    the experts of that dataset group.
 
     Args:
         backend: ``faster_coco_eval``, the default, or ``pycocotools``.
@@ -207,7 +207,7 @@ class MixtureMetric(BaseMetric):
         dataset_known: Whether detections of a dataset's image are selected among its
             classes; if not, they compete with those of other classes for their places.
         max_dets: Number of best detections of each class in an image that count; 100 in
-            COCO. A warning says once if images have more objects.
+            COCO. It warns once if images have more objects.
         collect_device: As for every mmengine metric.
     """
 

@@ -52,7 +52,7 @@ def decode(raw: bytes, path: str | Path) -> str:
 
 
 def glance(raw: bytes) -> str:
-    """Text to recognize a file by: what is not text becomes a replacement character."""
+    """Text to recognize a file by: invalid bytes become replacement characters."""
     text = raw.decode(_encoding_of(raw), errors="replace")
     return io.StringIO(text, newline=None).getvalue()
 
@@ -116,9 +116,9 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Write a folder whole or not at all; one that holds nothing may exist.
+    """Write a whole folder or nothing; an empty one may exist.
 
-    Yields a folder beside it, which takes its name at the end of the block and is
+    Yields a folder next to it, which takes its name at the end of the block and is
     removed if the block raises. ConfigError if the folder cannot be written.
     """
     target = path.resolve()

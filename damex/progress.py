@@ -94,8 +94,8 @@ class Bar(Progress):
 class Pace:
     """Mean seconds per step of a training or evaluation, for the time left.
 
-    The weight of a step halves about every third of all steps: a few slow steps change
-    the time left by what they took, and not by what as slow a rest would take.
+    The weight of a step halves about every third of all steps: a few slow steps
+    add their own time to the time left, not that of an equally slow rest.
     """
 
     def __init__(self, total: int) -> None:

@@ -289,7 +289,7 @@ def link(target):
 IN_FOLDER = {
     "pickle": (lambda f: torch.save(Payload(), f / WEIGHTS), "not a safetensors file"),
     "link to a pickle": (link("../payload.bin"), "not a safetensors file"),
-    "endless link": (link("/dev/zero"), f"{WEIGHTS} is no file"),
+    "endless link": (link("/dev/zero"), f"{WEIGHTS} is not a file"),
     "broken link": (link("nowhere"), f"{WEIGHTS} is missing"),
     "huge header": (
         lambda f: (f / WEIGHTS).write_bytes(struct.pack("<Q", 2**62) + b"{}"),
@@ -311,7 +311,7 @@ IN_FOLDER = {
     "other format": (edited(lambda c: c.update(format=2)), "its format is 2"),
     "statement": (
         edited(lambda c: c["config"].update({f"x = {CALL}\ny": 1})),
-        "no dict of settings",
+        "not a dict of settings",
     ),
     "labels": (
         edited(lambda c: c["label_space"].update(datasets=[dict(name=1)])),
@@ -325,7 +325,7 @@ IN_FOLDER = {
         edited(lambda c: c["label_space"]["datasets"][0]["classes"].update(car=1)),
         "no classes and datasets",
     ),
-    "experts": (edited(lambda c: c.update(moe="x")), "'moe' is no dict"),
+    "experts": (edited(lambda c: c.update(moe="x")), "'moe' is not a dict"),
 }
 
 

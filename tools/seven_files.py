@@ -5,9 +5,8 @@
 
 ``data/seven.txt`` has a line per annotation file, with its SHA-256, and below it one
 per image: its name, the first 10 digits of the SHA-256 of the file, and 6 of that of
-its boxes, at 0.1 pixels, whatever the layout of the JSON. An image that another version
-of Pillow has resized differs in the first number alone. ``--write`` makes the list
-anew.
+its boxes, at 0.1 pixels, for any layout of the JSON. An image that another version
+of Pillow has resized differs in the first number alone. ``--write`` rewrites the list.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def main() -> int:
     """Compare, or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--write", action="store_true", help="make the list anew")
+    parser.add_argument("--write", action="store_true", help="rewrite the list")
     options = parser.parse_args()
     if options.write:
         LIST.write_text("".join(f"{line}\n" for line in lines_of(options.folder)))

@@ -3,7 +3,7 @@
 #   damex headroom configs/real/seven_datasets.py --cfg-options max_epochs=2 \
 #       --seeds 1 2 3 4 5 --baselines --experts configs/_base_/balanced_images.py \
 #       --work-dir work_dirs/balanced --jobs 2
-# What is expected is in docs/research/predictions.md.
+# Predictions: docs/research/predictions.md.
 _base_ = ["moe/damex_best.py"]
 root_best = dict(model=dict(image_balance=0.5))
 root = dict(root_best, moe=None)

@@ -3,7 +3,7 @@
 #   damex headroom configs/real/seven_datasets.py --cfg-options max_epochs=2 \
 #       --seeds 1 2 3 4 5 6 --baselines --experts configs/_base_/tiles.py \
 #       --work-dir work_dirs/tiles --jobs 2
-# What is expected is in docs/research/predictions.md.
+# Predictions: docs/research/predictions.md.
 moe = None
 tile = dict(tile=320)
 # bpmn_sketches, road_scenes and thermal_uav

@@ -15,7 +15,7 @@ _base_ = [
 # for short trainings. Chosen before docs/results/padding.md, and not compared since.
 optim_wrapper = dict(optimizer=dict(lr=0.0016))
 model = dict(
-    # Images with few objects count beside crowded ones. Chosen in
+    # Gives images with few objects more weight. Chosen in
     # docs/results/seven-datasets.md, "Images that weigh alike".
     image_balance=0.5,
     bbox_head=dict(loss_cls=dict(loss_weight=2.0)),

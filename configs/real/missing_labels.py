@@ -12,7 +12,7 @@ mixture = [
     for name in ("bpmn_sketches_a", "bpmn_sketches_b")
 ]
 max_epochs = 2  # 600 iterations
-# All classes compete in an image: nobody says which half it is of.
+# All classes compete in an image: which half it is from is unknown.
 val_evaluator = dict(dataset_known=False)
 test_evaluator = val_evaluator
 moe = None

@@ -52,8 +52,8 @@ def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
     ``image_size`` is the longest side in pixels, or width and height: the ``scale`` of
     the ``Resize`` of evaluation. If it is not, that ``Resize`` gets it, and all other
     sizes of the pipelines change in proportion: those of training, padding, crops, and
-    a ``pad_size_divisor`` that pads each image to one canvas. ConfigError if it is no
-    size, evaluation does not resize, or only a part of the sizes is of another image
+    a ``pad_size_divisor`` that pads each image to one canvas. ConfigError if it is
+    not a size, evaluation does not resize, or only some sizes are of another image
     size.
 
     Returns:
@@ -96,10 +96,10 @@ def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
 def choose_tiles(cfg: Mapping[str, Any]) -> list[str]:
     """Replace ``tile="auto"`` in the mixture of a config by a number or None, in place.
 
-    ConfigError if training data is no COCO file and no folder, or is not resized.
+    ConfigError if training data is neither a COCO file nor a folder, or is not resized.
 
     Returns:
-        What was chosen, and why, for each such dataset.
+        The choice and its reason for each such dataset.
     """
     notes = []
     dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}

@@ -217,7 +217,7 @@ def probe_image(path: Path) -> ImageInfo:
         is_plain = isinstance(error, UnidentifiedImageError)
         text = f"{known}cannot be decoded{'' if is_plain else f': {error}'}. {advice}"
         return ImageInfo(("image-unreadable", text))
-    # OpenCV crashes on names that are no text.
+    # OpenCV crashes on names that are not valid text.
     if printable(str(path)) == str(path) and not cv2.haveImageReader(str(path)):
         kind = found.format
         text = f"is a {kind} file, which OpenCV does not read. Convert it to PNG."

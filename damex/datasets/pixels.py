@@ -24,7 +24,7 @@ DARK, BRIGHT = 0.1, 99.9
 
 
 class ImageHeader(NamedTuple):
-    """What the header of an image file says; format and mode by Pillow's names.
+    """Header of an image file; format and mode have Pillow's names.
 
     Args:
         size: Width and height as stored.

@@ -77,7 +77,7 @@ class CropToWindow(BaseTransform):
 
 @TRANSFORMS.register_module()
 class IgnoreCutBoxes(BaseTransform):
-    """Clip boxes to the image, and ignore those of which too little is inside.
+    """Clip boxes to the image, and ignore those with too little area inside.
 
     It follows ``RandomCrop(bbox_clip_border=False)``, which only drops boxes that are
     outside. An ignored box is neither a label nor background, as COCO's ``iscrowd``.

@@ -26,7 +26,7 @@ from damex.moe import LayerTally, add_tallies, decay_to_mean
 MAX_CURVES = 16
 MAX_SENTENCES = 6
 LEAST_EVENNESS = 0.2
-# Share of a dataset's tokens that reach its experts, below which a warning says so:
+# Warn if a smaller share of a dataset's tokens reaches its experts:
 # datasets that a router can tell apart have 0.9 and more.
 WELL_ROUTED = 0.75
 

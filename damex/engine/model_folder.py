@@ -55,7 +55,7 @@ def write_model_folder(
         meta: Further metadata of the checkpoint, those of `META`.
 
     Raises:
-        ConfigError: If a value is not of JSON, a weight is no tensor, or the disk is
+        ConfigError: If a value is not JSON, a weight is not a tensor, or the disk is
             full.
     """
     # A list without a mark is what others expect of classes.
@@ -76,7 +76,7 @@ def write_model_folder(
 def write_weights(
     folder: Path, state: Mapping[str, Tensor], name: str = WEIGHTS
 ) -> None:
-    """Write weights beside a config, each whole, also if two share their memory."""
+    """Write weights next to a config, each in full, even if two share memory."""
     tensors = {key: t.detach().cpu().contiguous().clone() for key, t in state.items()}
     with atomic_write(folder / name) as part:
         try:
@@ -172,7 +172,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 def _check_file(path: Path) -> None:
     """DataError unless it is a file: a pipe would wait, a device never end."""
     if not path.is_file():
-        problem = "is no file" if path.exists() else "is missing"
+        problem = "is not a file" if path.exists() else "is missing"
         raise DataError(f"{path} {problem}; {AGAIN}.")
 
 
@@ -192,7 +192,7 @@ def _no_constant(name: str) -> None:
 
 
 def _problem(content: Any) -> str | None:
-    """What is wrong with the types of the content, or None."""
+    """The first wrong type in the content, or None."""
     if not isinstance(content, dict) or "format" not in content:
         return "it has no key 'format'"
     if content["format"] != FORMAT:
@@ -200,11 +200,11 @@ def _problem(content: Any) -> str | None:
         return f"{found} (a newer damex may read it)"
     config, space = content.get("config"), content.get("label_space")
     if not isinstance(config, dict) or not all(key.isidentifier() for key in config):
-        return "its 'config' is no dict of settings"
+        return "its 'config' is not a dict of settings"
     if not _is_label_space(space):
         return "its 'label_space' has no classes and datasets"
     if not isinstance(content.get("moe", {}), dict | None):
-        return "its 'moe' is no dict"
+        return "its 'moe' is not a dict"
     return None
 
 

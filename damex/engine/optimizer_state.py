@@ -118,7 +118,7 @@ def check_resumable(
     needed = ["optimizer", *["param_schedulers"] * has_schedules]
     if missing_parts := [name for name in needed if name not in checkpoint]:
         raise ConfigError(
-            f"--resume: {path} holds no {' and no '.join(missing_parts)}, as every "
+            f"--resume: {path} holds no {' and no '.join(missing_parts)}, like every "
             "best_*.pth; resume from an epoch_N.pth or iter_N.pth of the training, "
             f"{start}"
         )

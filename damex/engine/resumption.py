@@ -271,7 +271,7 @@ class DataProgressHook(Hook):
 class AccumulationHook(Hook):
     """Resume between two optimizer steps, with the gradients accumulated so far.
 
-    If the iterations of a checkpoint are no multiple of
+    If the iterations of a checkpoint are not a multiple of
     ``optim_wrapper.accumulative_counts``, it gets these gradients, which mmengine
     loses. Only in one process: each of several has gradients of its own until the step.
     """

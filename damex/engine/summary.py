@@ -69,7 +69,7 @@ class RunSummaryHook(Hook):
         self._first_iter = runner.iter
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: Any) -> None:
-        """Remove what an earlier training here says of the weights it had."""
+        """Remove the summary and picture of an earlier training here."""
         if runner.rank == 0 and not self._first_iter:
             for name in ("summary.json", "detections.png"):
                 (Path(runner.work_dir) / name).unlink(missing_ok=True)
@@ -191,7 +191,7 @@ def _device_of(model: nn.Module) -> str:
 def _best_or_last(runner: Runner) -> str | None:
     """The checkpoint to use, as this training knows it; in the work directory, a name.
 
-    Best checkpoints of an earlier training may lie beside it.
+    The folder may also hold best checkpoints of an earlier training.
     """
     known = runner.message_hub.runtime_info
     found = [known[name] for name in sorted(known) if name.startswith("best_ckpt")]
@@ -333,7 +333,7 @@ def versions() -> dict[str, str]:
 
 def _peak_memory_mib() -> float:
     """Memory that torch reserves on a GPU, else the peak of this process."""
-    # LoggerHook resets the peaks; what is reserved does not shrink.
+    # LoggerHook resets the peaks; reserved memory does not shrink.
     if torch.cuda.is_available():
         return round(torch.cuda.max_memory_reserved() / 2**20, 1)
     unit = 1 if sys.platform == "darwin" else 2**10  # bytes on macOS, else kibibytes

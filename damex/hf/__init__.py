@@ -1,3 +1,3 @@
 """Detectors of Hugging Face's Transformers, in mmdet's registry."""
 
-from damex.hf import detector  # noqa: F401 - registers what it has
+from damex.hf import detector  # noqa: F401 - registers its classes

@@ -1,4 +1,4 @@
-"""Experts beside the FFNs of a Transformers detector.
+"""Experts parallel to the FFNs of a Transformers detector.
 
 Axes: B images, N tokens, D channels.
 """
@@ -28,8 +28,8 @@ SUPPORTED = frozenset(
 class MoEAdapter(MoEFFN):
     """Experts whose output is added to that of a layer's own FFN.
 
-    The FFN is the shared expert. It stays where it is, with its weights under their own
-    names, and may be of any kind: the experts are added to its output by a hook.
+    The FFN is the shared expert. It stays in place, its weights keep their names, and
+    it may be of any kind: a hook adds the output of the experts to its own.
 
     Args:
         counted: The tokens of each image that are counted and have routing losses;
@@ -124,13 +124,13 @@ def insert_adapters(
             with_cp=config.with_cp,
         )
         mlp.register_forward_hook(site.adapter.add_to)
-        rows.append(report_row(site.adapter, mlp, f"beside {type(mlp).__name__}"))
+        rows.append(report_row(site.adapter, mlp, f"parallel to {type(mlp).__name__}"))
     assert layer is not None  # read_moe rejects a choice of no layer
     return InsertionReport(tuple(rows), (*layer_notes(layer),))
 
 
 def _check(config: MoEConfig) -> None:
-    """Reject what needs an FFN of mmdet, or was not tried beside others."""
+    """Reject options that need an FFN of mmdet, or were not tried with others."""
     default = MoEConfig(router={}, gate={}, experts={})
     for name, value in vars(config).items():
         if name not in SUPPORTED and value != vars(default)[name]:
@@ -152,8 +152,8 @@ def _check(config: MoEConfig) -> None:
     if kind is not None and not getattr(kind, "needs_shared_expert", False):
         raise ConfigError(
             f"moe.experts is {kind.__name__!r}, copies of mmdet's FFN, which other "
-            "FFNs cannot be copied to; in a MoETransformersDetector experts stand "
-            "beside the FFN: set moe.experts=dict(type='LowRankExperts') and "
+            "FFNs cannot be copied to; in a MoETransformersDetector experts are "
+            "parallel to the FFN: set moe.experts=dict(type='LowRankExperts') and "
             "moe.shared_expert=dict(type='SharedExpert'), as moe='damex_best' does."
         )
     shared = config.shared_expert

@@ -138,7 +138,7 @@ class TransformersDetector(BaseDetector):
     one by one, weighted, so that their sum is Transformers' loss. The model takes no
     padding mask: show it letterboxed images of one size.
 
-    Ignored boxes (crowds) are no objects; a query in one, if no object is matched to
+    Ignored boxes (crowds) are not objects; a query in one, if no object is matched to
     it, is not taught that its class is absent, as in damex's other detectors.
 
     Args:
@@ -284,7 +284,7 @@ class TransformersDetector(BaseDetector):
 
 @MODELS.register_module()
 class MoETransformersDetector(RoutedDetector, TransformersDetector):
-    """A detector of Hugging Face's Transformers with experts beside its FFNs.
+    """A detector of Hugging Face's Transformers with experts parallel to its FFNs.
 
     Of the options of dataset awareness it takes ``ignore_unannotated_classes``.
     """

@@ -270,7 +270,7 @@ def load_from_transformers(path: str, map_location: Any = None) -> dict[str, Any
         ConfigError: If damex does not support the family.
     """
     name = path.removeprefix(PREFIX)
-    plain = read_config(name)  # says in one line that a family is not supported
+    plain = read_config(name)  # rejects an unsupported family in one line
     names = _values_of(name).get("id2label") or {0: "LABEL_0", 1: "LABEL_1"}
     labels = {int(number): str(label) for number, label in names.items()}
     classes = tuple(labels.get(n, f"LABEL_{n}") for n in range(len(labels)))
@@ -308,9 +308,9 @@ def _read(reader: Callable[..., Any], name: str, **options: Any) -> Any:
     except Exception as error:  # a damaged file raises many types
         reason = " ".join(str(error).split())
         raise DataError(
-            f"{name} is no folder with a Transformers detector, or is damaged, and "
-            f"cannot be fetched from the hub: {reason} Where no hub is reached, fetch "
-            "it elsewhere, and name the folder: model.name=FOLDER."
+            f"{name} is not a folder with a Transformers detector, or is damaged, and "
+            f"cannot be fetched from the hub: {reason} Without access to the hub, "
+            "fetch it elsewhere, and name the folder: model.name=FOLDER."
         ) from error
 
 

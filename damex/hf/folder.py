@@ -39,7 +39,7 @@ def write_folder(
 ) -> None:
     """Write a plain detector of these classes for ``from_pretrained``.
 
-    The experts of a mixture lie beside it, in files that Transformers does not read.
+    The experts of a mixture get files of their own, which Transformers does not read.
 
     Raises:
         ConfigError: If the folder holds something, or cannot be written.
@@ -59,7 +59,7 @@ def write_folder(
 
 
 def image_processor(detector: Any, pipeline: Pipeline) -> Any:
-    """Build the image processor that shows a plain detector what its evaluation does.
+    """Build an image processor that prepares images as evaluation does.
 
     It resizes with antialiasing, OpenCV without, and rounds sides down. ``pipeline``
     is the test pipeline, with a `Resize`.

@@ -170,7 +170,7 @@ class Predictor:
         """Detect as `damex.Detector.predict` does in files, PIL images or arrays.
 
         Yields one prediction per image and frame, in order. If the detector cannot
-        predict the dataset, ``auto`` stands for its only one, or for all. ``skip`` is
+        predict the dataset, ``auto`` means its only one, or all. ``skip`` is
         called with the error of an unusable image, which is then left out; by default
         the error is raised. With ``keep_images``, predictions hold their pixels.
         """

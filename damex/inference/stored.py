@@ -182,7 +182,7 @@ class DetectorCheckpoint:
     def resized(self, size: tuple[int, int]) -> DetectorCheckpoint:
         """The same for images of another size (width, height) in pixels.
 
-        ConfigError if it is no size, or the test pipeline does not resize.
+        ConfigError if it is not a size, or the test pipeline does not resize.
         """
         model, pipeline = copy.deepcopy((self.model, self.pipeline))
         loader = dict(dataset=dict(pipeline=pipeline))

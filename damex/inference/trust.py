@@ -185,7 +185,7 @@ PUBLISHED = re.compile(r"(torchvision|open-mmlab)://[\w/.-]+")
 
 
 def check_parts(parts: Mapping[str, Any], *, where: str) -> None:
-    """Reject keys of a config that would build or reach what is not allowed.
+    """Reject keys of a config that would build or reach anything not allowed.
 
     ``where`` is the origin of the config, for error messages. DataError if a type or a
     text is not in the allow-list.
@@ -246,7 +246,7 @@ Refused = Iterator[tuple[str, Any, str | None]]
 
 
 def _refused(value: Any, key: str, owner: str | None, place: str) -> Refused:
-    """Find what is not allowed in the value of ``key``; stop at the first.
+    """Find the first part of the value of ``key`` that is not allowed.
 
     ``owner`` is the type (or the slot) of the dict with this key: "" for the whole
     config, None for names and folders (`DATA`).

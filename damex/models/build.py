@@ -98,7 +98,7 @@ def _group_experts(
     options = _group_choice(config).options
     if not num_groups and options:
         raise ConfigError(
-            f"moe.{options[0]} needs dataset groups, and there is no mixture; train on "
+            f"moe.{options[0]} needs dataset groups, but there is no mixture; train on "
             "a MixtureDataset, or leave it out."
         )
     if not num_groups:

@@ -8,8 +8,8 @@ those of the decoder layers, of the tokens that become queries, of the denoising
 queries and of DDQ's dense ones. Matched queries, matching and the selection of queries
 do not change.
 
-A DETR divides its losses by the number of objects in the batch. Every object weighs
-alike, so an image with one object hardly counts beside a crowded one.
+A DETR divides its losses by the number of objects in the batch. All objects weigh
+the same, so an image with one object counts little next to a crowded one.
 
 Axes: B images, Q queries (R of all images), K ignored boxes, C classes.
 """
@@ -63,7 +63,7 @@ class _Block(NamedTuple):
     """The queries of one call of a classification loss.
 
     ``boxes`` maps an image to its (Q, 4), x1 y1 x2 y2 relative to it. With
-    ``as_objects``, class 0 stands for all classes.
+    ``as_objects``, class 0 means all classes.
     """
 
     boxes: Mapping[int, Tensor]
@@ -199,7 +199,7 @@ def _wrap(stack: ExitStack, owner: Any, name: str, call: Callable[..., Any]) -> 
 
 
 class _Rule:
-    """Masks scores before a classification loss; told of the queries beforehand."""
+    """Masks scores before a classification loss; `expect` announces its queries."""
 
     def __init__(
         self,

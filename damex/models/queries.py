@@ -1,4 +1,4 @@
-"""Queries and padding of a DETR: what is a token, and what lies on an object."""
+"""Queries and padding of a DETR: which are tokens, and which lie on an object."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class Start(NamedTuple):
 
     Attributes:
         source: Key of the earlier tensor in a state dict; None if there is none.
-        convert: Maps the earlier tensor, the one of the block, and what they are
+        convert: Maps the earlier tensor, the one of the block, and their kind
             ('weight', or a 'first' or 'second' moment; the second is of squared
             gradients) to the new tensor.
     """
@@ -314,7 +314,7 @@ class DensePhase(nn.Module):
 
 
 def phase_starts(block: Any, state: Mapping[str, Any], prefix: str) -> dict[str, Start]:
-    """The starts of experts of which a dense phase has trained only one."""
+    """The starts of experts after a dense phase, which trained only one of them."""
     if block.dense_phase is not None or not bool(state.get(prefix + FLAG, False)):
         return {}
     return {

@@ -19,8 +19,8 @@ class Gate(nn.Module):
     """Turns router logits into routes.
 
     A subclass implements `forward`, which must be deterministic in evaluation. A
-    forward pass must not change what its repetition would choose, or activation
-    recomputation would be wrong: state changes in `begin_step` and `end_step`, called
+    repeated forward pass must make the same choices, or activation recomputation
+    would be wrong: state changes in `begin_step` and `end_step`, called
     by the trainer before and after every forward pass in training.
     """
 
@@ -305,7 +305,7 @@ class TopKGate(Gate):
                 f"TopKGate: k={self.k} experts per token asked for, but there are only "
                 f"{num_experts} experts; lower k or raise num_experts"
             )
-        # Chen et al. 2022, section 3.3: argmax_m (h_m + r_m), with r anew in each step.
+        # Chen et al. 2022, section 3.3: argmax_m (h_m + r_m), with a new r per step.
         noisy_VE = self._add_noise(logits_VE)
         # A stable sort, as torch.topk may break ties differently on each device.
         rank_by_VE = noisy_VE if self.balance is None else self.balance(noisy_VE)

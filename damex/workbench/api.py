@@ -258,8 +258,8 @@ def _quiet() -> Iterator[None]:
 class Detector:
     """A trained detector.
 
-    Untrusted checkpoints are safe: their content is read as data, and only what is in
-    an allow-list of damex is built from their config.
+    Untrusted checkpoints are safe: their content is read as data, and only classes in
+    damex's allow-list are built from their config.
 
     Args:
         checkpoint: A .pth file of a training with damex, or a folder of its `card`.
@@ -351,10 +351,10 @@ class Detector:
             dataset: The dataset of the training that the folder belongs to, whose
                 classes are scored; as in all evaluations, the router chooses the
                 experts. By default the one of the folder's name, or the only one.
-            split: ``val``, ``train`` or ``test``, which is ``val`` where it is missing.
+            split: ``val``, ``train`` or ``test``; a missing ``test`` is ``val``.
             batch_size: Images per forward pass.
-            classwise: Whether to score each class, and to count which dataset's images
-                went to the experts of which dataset.
+            classwise: Whether to score each class, and to count for each dataset which
+                dataset's experts its images went to.
 
         Raises:
             ConfigError: If the dataset is unknown, or unclear for a folder.

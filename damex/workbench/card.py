@@ -1,7 +1,7 @@
 """``damex card``: a model as a folder that others can load and judge.
 
 Weights and config are data (`damex.engine.model_folder`); README.md, the model card,
-says what the model is, what it was trained on, and how good it is.
+describes the model, its training data and its scores.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def write_card(
 
 
 class Run(NamedTuple):
-    """What is known of the training of a checkpoint, from the files beside it."""
+    """The training of a checkpoint, read from the files next to it."""
 
     summary: Mapping[str, Any]  # its scores are of these weights
     picture: Path | None = None  # of detections, by these weights
@@ -123,7 +123,7 @@ class Run(NamedTuple):
         problem = None
         if then is None:
             summary = {}
-            problem = f"no {SUMMARY} of a training lies beside the checkpoint"
+            problem = f"there is no {SUMMARY} of a training next to the checkpoint"
         elif now is None:  # written by damex prune or grow
             summary = {}
             problem = "the checkpoint was not written by a training"
@@ -133,7 +133,7 @@ class Run(NamedTuple):
             problem += f"these are the weights of iteration {now}"
         elif "mean_ap" not in summary:
             problem = "the run was not evaluated"
-        # A link of a stranger may lead to what is not theirs to publish.
+        # A stranger's link may lead to files that must not be published.
         is_shown = problem is None and picture.is_file() and not picture.is_symlink()
         return cls(
             {**summary, **stored.scores},
@@ -318,7 +318,7 @@ def _training(stored: DetectorCheckpoint, run: Run) -> str:
         return f"{lines}\n- command: {NOT_GIVEN}"
     first, *rest = printable(str(summary["command"])).split() or [NOT_GIVEN]
     if Path(first).name in ("__main__.py", "damex"):
-        first = "damex"  # not the place where it is installed
+        first = "damex"  # not its install path
     return f"{lines}\n\nCommand:\n\n    {' '.join([first, *rest])}"
 
 
@@ -331,5 +331,5 @@ def _limits(run: Run) -> str:
         "- AP is of the datasets' own validation images, and of one training: other "
         "images and other seeds give another.\n"
         "- Only the classes above are found, and as these datasets label them.\n"
-        "- What is not given above, nobody has stated."
+        "- Anything not given above is unknown."
     )

@@ -154,7 +154,7 @@ def check_version(need: Requirement, providers: Mapping[str, list[str]]) -> Row:
 
 
 def check_fit(need: Requirement, row: Row, fix: str) -> Row:
-    """Check a version, of which local parts such as +cpu do not count."""
+    """Check a version, without local parts such as +cpu."""
     row = replace(row, needed=str(need.specifier))
     is_allowed = need.specifier.contains(row.found, prereleases=True)
     return row if is_allowed else replace(row, problem="version does not fit", fix=fix)

@@ -3,7 +3,7 @@
     python docs/results/collect.py WORK_DIR OUT.json [PREFIX]
 
 A record per arm and seed, with the machine, the versions and the commit, so that a
-measurement can be continued on another day. What is in the file stays. The names of
+measurement can be continued on another day. Earlier records are kept. The names of
 arms in the file begin with PREFIX.
 """
 

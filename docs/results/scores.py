@@ -21,7 +21,7 @@ Arms = Mapping[str, Mapping[str, Any]]
 
 
 def stored(file: str) -> Any:
-    """The content of a JSON file beside this one."""
+    """The content of a JSON file next to this one."""
     return json.loads((HERE / file).read_text("utf-8"))
 
 
@@ -103,7 +103,7 @@ def difference(arms: Arms, name: str, base: str) -> tuple[str, float | None, str
 
 
 def verdicts(arms: Arms, base: str) -> dict[str, str]:
-    """Place of each arm beside the base, with Holm's correction over the arms."""
+    """Place of each arm relative to the base, with Holm's correction over the arms."""
     tests = {name: difference(arms, name, base) for name in arms if name != base}
     places = {name: place for name, (_, _, place) in tests.items()}
     ranked = sorted(

@@ -313,7 +313,7 @@ COMPLETING = {
 
 
 def completing(file: str = "completing") -> str:
-    """What is done about missing labels, on halves of a real dataset."""
+    """Ways to handle missing labels, on halves of a real dataset."""
     arms = arms_of(file)
     datasets = list(arms["negatives"]["datasets"])
     lines = [

@@ -126,7 +126,7 @@ def test_classes_load_by_name(completed, folder, two_datasets, family):
 def test_a_folder_without_a_detector_is_named(tmp_path):
     pytest.importorskip("transformers", reason="needs the extra hf")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match=r"empty is no folder with a Transformers det"):
+    with pytest.raises(DataError, match=r"empty is not a folder with a Transform"):
         CheckpointLoader.load_checkpoint(f"hf://{tmp_path}/empty", "cpu")
 
 

@@ -145,7 +145,7 @@ def test_options_change_no_parameter_key_or_random_number(
 @pytest.mark.parametrize(
     ("changes", "num_groups", "message"),
     [
-        (dict(), None, "moe.teacher_forcing needs dataset groups, and there is no"),
+        (dict(), None, "moe.teacher_forcing needs dataset groups, but there is no"),
         (dict(gate=dict(type="TopKGate", k=3)), 3, "k=3 and a group has 2; set k=2"),
         (dict(losses=(), num_experts=2), 3, "has 3 dataset groups but moe.num_experts"),
     ],

@@ -54,7 +54,7 @@ def attention(
         out: Report in Markdown.
         small: 380 tokens instead of 22,223.
         device: Where it runs; on the CPU, deformops has no kernels and uses torch.
-        seconds: Time for each measurement, of which the median is reported.
+        seconds: Time for each measurement; the median is reported.
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch finds no GPU; leave --device out.")

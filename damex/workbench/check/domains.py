@@ -1,4 +1,4 @@
-"""Which datasets look alike: nobody, and no router, tells their images apart.
+"""Find datasets that look alike: no router can tell their images apart.
 
 Experts of a dataset see its labels alone. Where an image does not show which dataset it
 is from, such experts answer with the classes of the wrong one, so that datasets that
@@ -50,7 +50,7 @@ def look_of(path: Path) -> np.ndarray:
     """Colors, contrasts and directions of edges of an image file (F)."""
     with Image.open(path) as image:
         image.draft("RGB", (SIDE, SIDE))
-        is_deep = image.mode[0] in "IF"  # convert would cut off what is above 255
+        is_deep = image.mode[0] in "IF"  # convert would clip values above 255
         whole = Image.fromarray(read_pixels(path).image) if is_deep else image
         small = whole.convert("RGB").resize((SIDE, SIDE), Image.Resampling.BILINEAR)
     pixels_HWC = np.asarray(small, np.float32) / 255

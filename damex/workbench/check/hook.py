@@ -51,7 +51,7 @@ class DataCheckHook(Hook):
 
 
 def _load_data(runner: Runner, check: Callable) -> ConfigError | DataError | None:
-    """Build both loops, whose datasets call ``check`` on what they read, once."""
+    """Build both loops; their datasets call ``check`` once on the data they read."""
     datasets = [
         dataset
         for loader in (runner._train_dataloader, runner._val_dataloader)

@@ -39,7 +39,7 @@ NEAREST = 10  # maximum number of near images to compare box by box
 # Minimum IoU of boxes of one object, and share of such boxes in duplicate images.
 SAME_BOX, SAME_OBJECTS = 0.5, 0.75
 BLOCK = 256  # rows per block of the matrix of all pairs
-MAX_COMPARED = 100_000  # number of images of which all pairs are compared
+MAX_COMPARED = 100_000  # compare all pairs of up to so many images
 
 
 def check_existence(

@@ -72,7 +72,7 @@ def labels(data: Sequence[str], *, cfg_options: Sequence[str], out: str | None) 
         for one in specs
     }
     write_text(out, LabelFile(current, unlisted="error").to_text())
-    if cfg.filename is None:  # the file says what these options said
+    if cfg.filename is None:  # the file replaces these options
         said = re.compile(r"label_space=|mixture\.\d+\.rename\b")
         kept = [word for word in cfg_options if not said.match(word)]
         words = ["--data", *data, "--cfg-options", *kept, option_of("label_space", out)]

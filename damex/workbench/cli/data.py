@@ -162,8 +162,8 @@ def complete(
     """Write the labels that a dataset lacks and another one has.
 
     A detector finds them. Each class gets its threshold on the validation images of the
-    datasets that label it: what is sure becomes a label, what is doubtful is ignored by
-    the loss. Existing labels are not changed.
+    datasets that label it: confident detections become labels, uncertain ones
+    are ignored by the loss. Existing labels are not changed.
 
     Args:
         data: Folders of the datasets (default: the datasets of the checkpoint).

@@ -111,7 +111,7 @@ def _write_all(
     outputs: tuple[str | None, str | None, str | None, Sequence[str]],
     least: float,
 ) -> tuple[Counter[str], BaseException | None]:
-    """Show, draw and write all predictions, with what was found before an error.
+    """Show, draw and write all predictions, including those before an error.
 
     Returns counts and what stopped it, if anything. An error before the first
     prediction is raised, and earlier files are kept.
@@ -174,7 +174,7 @@ def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
 
 
 def _no_image(word: str, suffixes: Sequence[str]) -> str:
-    """Why a word stands for no image."""
+    """Explain why a word names no image."""
     if _NO_FILE.fullmatch(word) and not Path(word).is_dir():
         return (
             f"{word} is not a file: cameras, streams and URLs are not read. Save what "

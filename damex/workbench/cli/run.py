@@ -183,7 +183,7 @@ def run_command(
 
 
 def _is_output_closed() -> bool:
-    """Whether nobody reads the output (``| head``); if so, discard what is left."""
+    """Whether the reader closed the output (``| head``); if so, discard the rest."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
     is_closed = any(event & select.POLLERR for _, event in output.poll(0))

@@ -254,7 +254,7 @@ def train_completed(
         raise ConfigError(
             "--complete takes --data FOLDER FOLDER and, of the other options, --model, "
             "--tile, --epochs, --device, --work-dir and --cfg-options; if it is "
-            "interrupted, repeat it: it goes on where it was. For a config or several "
+            "interrupted, run it again to continue. For a config or several "
             "GPUs, run damex train, damex data complete and damex train one by one."
         )
     folders = named_folders(data)

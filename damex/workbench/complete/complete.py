@@ -224,7 +224,7 @@ def find_labels(
 
 
 def _new_objects(found: Found, own_K4: np.ndarray) -> list[int]:
-    """Positions of detections that are no labeled object."""
+    """Positions of detections that match no labeled object."""
     if not len(found.scores_N) or not len(own_K4):
         return [*range(len(found.scores_N))]
     boxes = (torch.as_tensor(one).double() for one in (found.boxes_N4, own_K4))

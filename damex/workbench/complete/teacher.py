@@ -55,7 +55,7 @@ class Found(NamedTuple):
         return Found(boxes_N4, self.scores_N[[*places]], names)
 
     def without_doubles(self) -> Found:
-        """Keep the best of detections of one object, whatever their classes."""
+        """Keep the best detection of each object, regardless of class."""
         boxes_N4 = torch.as_tensor(self.boxes_N4, dtype=torch.float32)
         scores_N = torch.as_tensor(self.scores_N, dtype=torch.float32)
         kept = nms(boxes_N4.reshape(-1, 4), scores_N, SAME_OBJECT).tolist()
@@ -66,7 +66,7 @@ class DetectorTeacher:
     """A detector of a mixture, asked as each of the datasets that label a class.
 
     So a class competes only with those of its own dataset, and a mixture of experts
-    answers with the experts that learned the class where it is labeled.
+    uses the experts that learned the class from its labels.
     """
 
     def __init__(self, predictor: Predictor, *, batch_size: int) -> None:
@@ -247,7 +247,7 @@ def find_thresholds(
     """Choose the scores of each class on the validation images that label it.
 
     A class with fewer than ``MIN_OBJECTS`` objects there is left out, unless
-    ``min_score`` is given. A dataset without any object of a class says nothing: its
+    ``min_score`` is given. A dataset without any object of a class is skipped: its
     labels of that class may be predicted.
     """
     judged: dict[str, list[Judged]] = {name: [] for name in wanted}

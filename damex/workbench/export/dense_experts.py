@@ -151,7 +151,7 @@ def linear_units(
 ) -> tuple[Tensor, Tensor]:
     """Weights of 2 L hidden units of an FFN that equal `linear_map`: z = f(z) - f(-z).
 
-    ConfigError if the activation f is not so, or there is no such map.
+    ConfigError if the activation f is not like this, or there is no such map.
     """
     down_LD, up_DL = linear_map(block, group)
     if activation not in ODD_PARTS:

@@ -48,7 +48,7 @@ class PlainTransformers:
     model: Mapping[str, Any]
     pipeline: Sequence[Mapping[str, Any]]
     state: Mapping[str, Tensor]
-    adapters: Adapters | None = None  # experts of all datasets, beside the detector
+    adapters: Adapters | None = None  # experts of all datasets, not in the detector
     library = "Transformers"
 
     @property
@@ -105,10 +105,10 @@ def extract_plain(stored: DetectorCheckpoint, dataset: str) -> PlainTransformers
 
 
 def extract_shared(stored: DetectorCheckpoint) -> PlainTransformers:
-    """Extract what all datasets share, with all classes, and the experts beside it.
+    """Extract the shared detector with all classes, and the experts separately.
 
     ConfigError if the tokens of an image do not vote for one dataset, or experts and
-    routers are no linear maps.
+    routers are not linear maps.
     """
     detector: Any = stored.build()
     model = _kept(stored) | dict(bbox_head=dict(num_classes=stored.space.num_classes))
@@ -214,7 +214,7 @@ def _units(layer: Any, group: int, activation: str) -> tuple[Rows, Tensor]:
 
 
 def _widened(mlp: Any, rows: Rows, columns_DU: Tensor, most: int) -> dict[str, Tensor]:
-    """State dict of an FFN with ``most`` units; those that nobody gives add nothing."""
+    """State dict of an FFN with ``most`` units; the unused ones add nothing."""
     *hidden, (last, linear) = _linears(mlp).items()
     weight_DH = torch.cat([linear.weight, columns_DU], dim=1)
     blank = most - weight_DH.shape[1]

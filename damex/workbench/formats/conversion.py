@@ -45,7 +45,7 @@ from damex.workbench.formats.tree import Tree, numbers, parent
 from damex.workbench.formats.yolo import YOLO
 
 FORMATS = (COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV, KITTI_DETECTIONS)
-# Part of the names of conversions: another one makes all of them anew.
+# Part of the names of conversions: a new version repeats all of them.
 CONVERTER_VERSION = 4
 _SUMMARY_FILE = "summary.json"
 _DIGITS = 6  # decimals of a pixel

@@ -74,7 +74,7 @@ class Tree:
 
         The word of a split counts at the end (``WIDER_train``) and before words that
         say nothing else (``train_images``). Before others it counts only if another
-        split has them, too: ``train_cats`` beside ``val_cats``, not ``train_station``.
+        split has them, too: ``train_cats`` next to ``val_cats``, not ``train_station``.
         """
         for part in reversed(folder.split("/")):
             if (found := _split_word(part)) is None:
@@ -222,7 +222,7 @@ class Tree:
         others are missing.
         """
         split, near = self.split_of_file(path), self._near_table(path)
-        # A file may divide the images of one folder, such as train/, anew.
+        # A file may divide the images of one folder, such as train/, again.
         searched = split if split in map(self.split_of_folder, self.folders) else None
 
         @cache
@@ -249,7 +249,7 @@ class Tree:
         """Folders of the images of a file about many images, likely ones first."""
         split, folder = self.split_of_file(path), parent(path)
         bases, words = (folder, parent(folder)), re.split(r"[._]", stem(path))
-        # A dataset of masks has its table in their folder: its name says nothing.
+        # A dataset of masks has its table in their folder: use the one above.
         top = bases[bool(_LABELS.fullmatch(_last(folder).lower()))]
 
         def order(one: str) -> tuple[bool, ...]:

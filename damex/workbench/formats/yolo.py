@@ -42,7 +42,7 @@ from damex.workbench.formats.tree import (
 )
 
 _NAME_FILES = (".names", "classes.txt", "labels.txt", "class_names.txt")
-# Lists that tools bring along, whatever the dataset.
+# Default lists of tools.
 _DEFAULT_LISTS = ("predefined_classes.txt", "coco.names", "voc.names", "imagenet.names")
 _LABELIMG = ("dog", "person", "cat", "tv", "car", "meatballs", "marinara sauce")
 _NULLS = ("", "~", "null", "Null", "NULL")
@@ -180,7 +180,7 @@ def _is_names(tree: Tree, path: str) -> bool:
 
 
 def _is_default(tree: Tree, path: str) -> bool:
-    """Whether a list of names comes with a tool, whatever the dataset."""
+    """Whether a list of names is the default one of a tool."""
     begins = tuple(tree.glanced(path)[: len(_LABELIMG)]) == _LABELIMG
     return begins or path.lower().rpartition("/")[2] in _DEFAULT_LISTS
 

@@ -314,7 +314,7 @@ def mixing_notes(detector: Any) -> Iterator[str]:
         yield f"the weight of an expert depends on all others (moe.gate), {effect}"
     awareness = detector.awareness
     if awareness is not None and awareness.config.label_prior is not None:
-        yield f"label_prior mixes what is known of all datasets, {effect}"
+        yield f"label_prior depends on all datasets, {effect}"
 
 
 def grow(

@@ -155,7 +155,7 @@ def _limited(stored: DetectorCheckpoint, space: LabelSpace) -> Changed:
 
 
 def kept_config(stored: DetectorCheckpoint, space: LabelSpace) -> dict[str, Any]:
-    """The config to write: what is in the allow-list, or all of it with ``trust``."""
+    """The config to write: its allowed parts, or all of it with ``trust``."""
     config = config_without(stored.config, space)
     if not stored.trust:
         config = {key: value for key, value in config.items() if key in KEYS}

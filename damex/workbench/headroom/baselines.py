@@ -147,7 +147,7 @@ def _mix(cfg: Config, *, part: Config) -> None:
 def _partition(cfg: Config) -> None:
     """Give each dataset separate class logits, trained on its images alone.
 
-    At inference a linear head guesses the dataset where it is not given.
+    At inference a linear head predicts the dataset if it is not given.
     """
     if not _is_a(cfg, MoEDINO):
         rest = " ".join(name for name in BASELINES if name != "partitioned")
