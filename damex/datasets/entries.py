@@ -189,6 +189,7 @@ def entry_of_folder(
     Another folder than that of the entry keeps ``classes``, which may number them.
     """
     entry = next((dict(one) for one in known if one.get("name") == name), {})
+    entry.pop("weight", None)  # a mixture needs it for all datasets, or for none
     place = Path(root).expanduser().resolve()
     if entry.get("root") and Path(entry["root"]).expanduser().resolve() == place:
         return entry

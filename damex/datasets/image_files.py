@@ -35,6 +35,7 @@ _ONE_THREAD = RLock()
 SIZE_TOLERANCE = 1
 # Formats that share suffixes with another.
 SAME = MappingProxyType({"MPO": "JPEG", "DIB": "BMP"})
+ENDS = MappingProxyType({"JPEG": b"\xff\xd9", "PNG": b"IEND"})
 Size = tuple[float, float]
 # Class name, and x1, y1, x2, y2 as shares of the image.
 NamedBox = tuple[str, float, float, float, float]
@@ -205,13 +206,15 @@ def missing_file(image: ImageRecord, near: str | None) -> Finding:
 
 
 def probe_image(path: Path) -> ImageInfo:
-    """Read size, format and orientation without decoding the pixels."""
+    """Read size, format and orientation; decode only a file that may be cut off."""
     advice = "Replace the file, or remove it from the annotation file."
     try:
         size = path.stat().st_size
         if size == 0:
             return ImageInfo(("image-empty", f"(0 bytes) cannot be decoded. {advice}"))
         found = read_header(path)
+        if _lacks_end(path, found.format) and decode(path.read_bytes()) is None:
+            return truncated("OpenCV refuses it")
     except Exception as error:  # PIL's readers raise anything
         known = f"({path.stat().st_size} bytes) " if path.is_file() else ""
         is_plain = isinstance(error, UnidentifiedImageError)
@@ -223,6 +226,13 @@ def probe_image(path: Path) -> ImageInfo:
         text = f"is a {kind} file, which OpenCV does not read. Convert it to PNG."
         return ImageInfo(("image-unreadable", text))
     return ImageInfo(None, found)
+
+
+def _lacks_end(path: Path, kind: str) -> bool:
+    """Whether no mark of the end is in the last kilobyte; cameras may append more."""
+    with path.open("rb") as file:
+        file.seek(-min(path.stat().st_size, 1024), os.SEEK_END)
+        return ENDS.get(kind, b"") not in file.read()
 
 
 def check_image(image: ImageRecord, info: ImageInfo) -> Iterator[Finding]:

@@ -387,7 +387,7 @@ FAULTS = [
     ("fixed-camera", (None, "val.json"), compress(2, 16)),
 ]
 DECODED = {
-    *("fixed-camera", "image-truncated", "leak-near", "near-duplicate-image"),
+    *("fixed-camera", "leak-near", "near-duplicate-image"),
     *("duplicate-image", "leak-identical"),
 }
 
