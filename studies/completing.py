@@ -187,8 +187,11 @@ def quality(completed: Path, truth: Path, /) -> None:
         completed: Folder of completed datasets.
         truth: Folder of the same datasets with all labels.
     """
+    paths = sorted(completed.glob("*/train.json"))
+    if not paths:
+        raise ConfigError(f"{completed} has no completed datasets, */train.json.")
     print(f"{'':28} labels  ignored  missing  right  found  found or ignored")
-    for path in sorted(completed.glob("*/train.json")):
+    for path in paths:
         folder, document = path.parent, json.loads(path.read_text())
         whole = json.loads((truth / folder.name / "train.json").read_text())
         names = {one["id"]: one["name"] for one in document["categories"]}

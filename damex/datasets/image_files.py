@@ -35,7 +35,7 @@ _ONE_THREAD = RLock()
 SIZE_TOLERANCE = 1
 # Formats that share suffixes with another.
 SAME = MappingProxyType({"MPO": "JPEG", "DIB": "BMP"})
-ENDS = MappingProxyType({"JPEG": b"\xff\xd9", "PNG": b"IEND"})
+ENDS = MappingProxyType({"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"})
 Size = tuple[float, float]
 # Class name, and x1, y1, x2, y2 as shares of the image.
 NamedBox = tuple[str, float, float, float, float]
@@ -213,7 +213,7 @@ def probe_image(path: Path) -> ImageInfo:
         if size == 0:
             return ImageInfo(("image-empty", f"(0 bytes) cannot be decoded. {advice}"))
         found = read_header(path)
-        if _lacks_end(path, found.format) and decode(path.read_bytes()) is None:
+        if _lacks_end(path, found.format, size) and decode(path.read_bytes()) is None:
             return truncated("OpenCV refuses it")
     except Exception as error:  # PIL's readers raise anything
         known = f"({path.stat().st_size} bytes) " if path.is_file() else ""
@@ -228,11 +228,13 @@ def probe_image(path: Path) -> ImageInfo:
     return ImageInfo(None, found)
 
 
-def _lacks_end(path: Path, kind: str) -> bool:
+def _lacks_end(path: Path, kind: str, size: int) -> bool:
     """Whether no mark of the end is in the last kilobyte; cameras may append more."""
+    if (end := ENDS.get(SAME.get(kind, kind))) is None:
+        return False
     with path.open("rb") as file:
-        file.seek(-min(path.stat().st_size, 1024), os.SEEK_END)
-        return ENDS.get(kind, b"") not in file.read()
+        file.seek(max(size - 1024, 0))
+        return end not in file.read()
 
 
 def check_image(image: ImageRecord, info: ImageInfo) -> Iterator[Finding]:

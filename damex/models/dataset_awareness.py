@@ -65,8 +65,8 @@ class DatasetAwarenessConfig:
     """Arguments of a detector about the datasets of images; all off by default.
 
     Attributes:
-        ignore_unannotated_classes: How to train classes that an image's dataset does
-            not annotate. False: no object is one. A probability: no object is
+        ignore_unannotated_classes: What an image teaches of classes that its dataset
+            does not annotate. False: no object is one. A probability: no object is
             one, except where the detector finds it with more than that; in every
             detector. True: nothing; they take no part in training on that image.
         label_prior: Adjust class scores at inference.

@@ -52,6 +52,18 @@ def test_a_name_that_is_no_text_is_opened(tmp_path):
     assert look.problem is None
 
 
+@pytest.mark.parametrize("kind", ["JPEG", "PNG", "MPO"])  # MPO: JPEGs in one file
+def test_a_file_that_was_cut_off_is_found_by_its_end(tmp_path, kind):
+    options = dict(save_all=True, append_images=[picture(2)]) if kind == "MPO" else {}
+    picture(1).save(tmp_path / "a", kind, **options)
+    whole = (tmp_path / "a").read_bytes()
+    shorter = whole[:-1] if kind == "PNG" else whole[: len(whole) // 4]
+    for content, is_valid in ((whole + bytes(2000), True), (shorter, False)):
+        (tmp_path / "a").write_bytes(content)
+        [look] = probe_images([record_of(tmp_path / "a", SIZE)], decode=False)
+        assert (look.problem is None) == is_valid
+
+
 def test_opening_images_stops_when_time_is_over(tmp_path):
     path = tmp_path / "a.jpg"
     picture(1).save(path)

@@ -267,8 +267,7 @@ def test_a_command_line_may_rename_a_number():
 def test_a_folder_of_the_training_is_read_as_it_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     trained = dict(name="a", root="one", val="test.json", classes=["x"])
-    weighted = dict(trained, weight=1.0)  # beside a folder without a weight
-    assert entry_of_folder("a", tmp_path / "one", [weighted]) == trained
+    assert entry_of_folder("a", tmp_path / "one", [trained | {"weight": 1}]) == trained
     other = dict(name="a", root="two", classes=["x"])
     assert entry_of_folder("a", "two", [trained]) == other
     assert entry_of_folder("b", "one", [trained]) == dict(name="b", root="one")

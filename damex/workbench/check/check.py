@@ -174,8 +174,8 @@ class Inspection:
     def check_images(self, *, progress: Bar, seconds: float = float("inf")) -> None:
         """Check the image files, and compare the images of all datasets.
 
-        ``quick`` only reads headers, and compares paths instead of content; images stop
-        being opened after ``seconds``.
+        ``quick`` reads headers and ends, and compares paths instead of content; images
+        stop being opened after ``seconds``.
         """
         quick = self.quick
         progress.begin("look for files", None)

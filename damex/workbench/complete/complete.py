@@ -251,7 +251,7 @@ def report(
     lines = [
         markdown((*header, "precision", "recall"), rows).rstrip(),
         "precision, recall: of labels, on validation images that label the class; "
-        "expect less of both in completed images",
+        "expect less of both in completed images, much less if they look different",
     ]
     if skipped := {name for row in missing.values() for name in row} - {*found}:
         lines.append(

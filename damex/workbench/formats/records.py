@@ -54,7 +54,7 @@ class Contents:
     # By train, val, test or the name of another list; may overlap and be incomplete.
     splits: dict[str, list[Sample]] = field(default_factory=dict)
     classes: tuple[str, ...] | None = None  # in the format's order; None to sort them
-    # Classes with some objects, perhaps not all, labeled by a detector.
+    # Classes labeled by a detector, which may have missed objects.
     predicted: set[str] = field(default_factory=set)
 
 
