@@ -35,6 +35,7 @@ _ONE_THREAD = RLock()
 SIZE_TOLERANCE = 1
 # Formats that share suffixes with another.
 SAME = MappingProxyType({"MPO": "JPEG", "DIB": "BMP"})
+# Marks of the end of a file.
 ENDS = MappingProxyType({"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"})
 Size = tuple[float, float]
 # Class name, and x1, y1, x2, y2 as shares of the image.
