@@ -213,6 +213,7 @@ class MixtureVisualizationHook(DetVisualizationHook):
     """Write ``--show-dir`` images to one folder per dataset.
 
     mmdet names images by file name alone, so that datasets could overwrite each other.
+    Images of one name in several folders of a dataset go to folders of these names.
     """
 
     test_out_dir: str | None
@@ -221,6 +222,7 @@ class MixtureVisualizationHook(DetVisualizationHook):
         """Create the folder, before a checkpoint is loaded; ConfigError on failure."""
         self._windows: list[Any] = []  # of one image
         self._place: Any = None  # its dataset and file
+        self._drawn: dict[Path, Path] = {}  # picture: image
         if self.test_out_dir is not None:
             # mmdet joins paths, which leaves an absolute one unchanged.
             logs = Path(runner.work_dir) / runner.timestamp
@@ -257,7 +259,15 @@ class MixtureVisualizationHook(DetVisualizationHook):
     def _draw_image(self, runner: Runner, batch_idx: int, sample: Any) -> None:
         folder = self.test_out_dir
         if folder is not None:
-            name = sample.metainfo.get("dataset_name", "")
-            self.test_out_dir = str(Path(folder) / name)
+            base = Path(folder) / sample.metainfo.get("dataset_name", "")
+            path = Path(sample.img_path)
+            image = path.parent.resolve() / path.name
+            parts = image.parts[1:-1]
+            places = (base.joinpath(*parts[n:]) for n in range(len(parts), -1, -1))
+            self.test_out_dir = next(
+                str(place)
+                for place in places
+                if self._drawn.setdefault(place / image.name, image) == image
+            )
         super().after_test_iter(runner, batch_idx, None, [sample])
         self.test_out_dir = folder

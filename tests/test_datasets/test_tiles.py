@@ -2,6 +2,7 @@
 
 import copy
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -304,8 +305,9 @@ def test_windows_are_drawn_as_one_image(monkeypatch, tmp_path):
     hook = MixtureVisualizationHook(draw=True, test_out_dir=str(tmp_path))
     hook.before_run(SimpleNamespace(work_dir=tmp_path, timestamp="t"))
     samples = []
-    images = [("x", "a"), ("x", "b"), ("x", "c"), ("y", "c")]  # one file in two
-    shown = [(0, 8), (None,), (8,), (8,)]
+    # One file in two datasets; one name in two folders.
+    images = [("x", "a"), ("x", "b"), ("x", "c"), ("y", "c"), ("y", "cam/c")]
+    shown = [(0, 8), (None,), (8,), (8,), (8,)]
     for (dataset, name), lefts in zip(images, shown, strict=True):
         for left in lefts:
             meta = {} if left is None else dict(window=(left, 0, left + 32, 32))
@@ -321,11 +323,12 @@ def test_windows_are_drawn_as_one_image(monkeypatch, tmp_path):
     hook.after_test_iter(None, 0, None, samples[:1])
     hook.after_test_iter(None, 1, None, samples[1:])
     hook.after_test_epoch(None)
-    assert [(folder, one.img_path) for folder, one in drawn] == [
-        (str(tmp_path / dataset), name) for dataset, name in images
+    folders = [tmp_path / folder for folder in ("x", "x", "x", "y", "y/cam")]
+    assert [(Path(folder), one.img_path) for folder, one in drawn] == [
+        (folder, name) for folder, (_, name) in zip(folders, images, strict=True)
     ]
     lefts = [one.pred_instances.bboxes[:, 0].tolist() for _, one in drawn]
-    assert lefts == [[10.0, 18.0], [10.0], [18.0], [18.0]]
+    assert lefts == [[10.0, 18.0], [10.0], [18.0], [18.0], [18.0]]
 
 
 def test_training_shows_random_windows_and_counts_images(two_datasets):
