@@ -54,7 +54,8 @@ def check(
         coco: A COCO file to check instead.
         images: The image folder of --coco.
         json: Write all findings to this file.
-        quick: Do not decode or compare images, as in the check before each training.
+        quick: Decode only images that look cut off, and compare none, as in the check
+            before each training.
         examples: Number of findings to print of each kind.
     """
 
