@@ -121,7 +121,7 @@ def _trained_names(space: LabelSpace, datasets: Sequence[str]) -> dict[str, set[
 
 
 class FreezeRowsHook(Hook):
-    """Keep rows of tensors fixed while the optimiser updates the others.
+    """Keep rows of tensors fixed while the optimizer updates the others.
 
     Their gradients are zeroed, so that they do not count in the clipping norm, and
     their values are restored after each step, as momentum, weight decay and

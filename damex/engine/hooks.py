@@ -50,7 +50,7 @@ class TrainingStepHook(Hook):
     upcycling. It is the runner's own count (mmengine's message hub holds that of the
     last runner in the process), where every micro-batch of gradient accumulation
     counts. In evaluation it counts tokens. Checkpoints get the resolved ``moe`` tree as
-    ``meta['moe']`` and the optimiser's parameter names as ``meta['optimizer_names']``.
+    ``meta['moe']`` and the optimizer's parameter names as ``meta['optimizer_names']``.
     Non-finite losses end the training, and non-finite weights are never saved.
     """
 
@@ -149,7 +149,7 @@ class IterationSeedHook(Hook):
 
 @HOOKS.register_module()
 class ExpertMeanDecayHook(Hook):
-    """Pull the experts of a layer towards their mean after every optimiser step.
+    """Pull the experts of a layer towards their mean after every optimizer step.
 
     Mean-regularised multi-task learning (Evgeniou and Pontil, KDD 2004), decoupled from
     the gradient and scaled by the learning rate as in AdamW (arXiv 1711.05101):
@@ -173,7 +173,7 @@ class ExpertMeanDecayHook(Hook):
         self.decay = decay
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
-        """Move the trainable experts if the optimiser made a step."""
+        """Move the trainable experts if the optimizer made a step."""
         detector, wrapper = routed_detector(runner), runner.optim_wrapper
         if detector is None or not wrapper.should_update():
             return

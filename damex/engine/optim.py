@@ -1,4 +1,4 @@
-"""The optimiser of the experts, learning rates, and the length of a training."""
+"""The optimizer of the experts, learning rates, and the length of a training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOOPS = (None, "EpochBasedTrainLoop", "IterBasedTrainLoop")  # of mmengine
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
-    """Train experts with one optimiser and all other parameters with another.
+    """Train experts with one optimizer and all other parameters with another.
 
     Algorithm 1 of Chen et al. 2022 (arXiv 2208.02813) as a config::
 
@@ -38,7 +38,7 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             experts=dict(type='NormalizedGD', lr=0.001),
         )
 
-    Both are chained into one optimiser, so the wrapper's type, ``clip_grad`` and
+    Both are chained into one optimizer, so the wrapper's type, ``clip_grad`` and
     checkpoints work unchanged, and a ``param_scheduler`` scales both learning rates by
     the same factors (an absolute ``eta_min`` applies to both). The clipping norm
     includes the experts' gradients, but does not change the length of a normalised
@@ -58,7 +58,7 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         super().__init__(wrapper, paramwise_cfg)
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        """Build the wrapper with its optimiser for a model.
+        """Build the wrapper with its optimizer for a model.
 
         Raises:
             ConfigError: If the model is dense, all experts are frozen, or the
@@ -117,7 +117,7 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 
 @PARAM_SCHEDULERS.register_module()
 class ResetLR(LRSchedulerMixin, _ParamScheduler):
-    """Reset the learning rate to that of the optimiser's config, once, at `begin`.
+    """Reset the learning rate to that of the optimizer's config, once, at `begin`.
 
     mmengine's schedulers multiply the current value, so that a second warm-up would
     only rise to the end of the first decay. Put this one before them in
@@ -227,7 +227,7 @@ def resolve_fractions(scheduler: Any, *, epochs: int, iters: int) -> Any:
         return [resolve_fractions(one, **size) for one in scheduler]
     if not isinstance(scheduler, dict):
         return scheduler
-    if "type" not in scheduler:  # one for each of several optimisers
+    if "type" not in scheduler:  # one for each of several optimizers
         return {name: resolve_fractions(one, **size) for name, one in scheduler.items()}
     length = epochs if scheduler.get("by_epoch", True) else iters
     found = dict(scheduler)
@@ -244,10 +244,10 @@ def resolve_fractions(scheduler: Any, *, epochs: int, iters: int) -> Any:
 
 
 def intervals(schedulers: Any) -> list[tuple[int, list[int]]]:
-    """Return ends and milestones of built schedulers, over all optimisers."""
+    """Return ends and milestones of built schedulers, over all optimizers."""
     if isinstance(schedulers, _ParamScheduler):
         return [(schedulers.end, sorted(getattr(schedulers, "milestones", ())))]
-    if isinstance(schedulers, dict):  # of several optimisers, or a config
+    if isinstance(schedulers, dict):  # of several optimizers, or a config
         schedulers = list(schedulers.values())
     if not isinstance(schedulers, (list, tuple)):
         return []

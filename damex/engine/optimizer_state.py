@@ -28,13 +28,13 @@ MOMENTS = {"exp_avg_sq": "second", "max_exp_avg_sq": "second"}
 
 
 def optimizer_of(optim_wrapper: Any) -> Optimizer | None:
-    """Return the optimiser of a wrapper; None for a wrapper of several."""
+    """Return the optimizer of a wrapper; None for a wrapper of several."""
     is_built = isinstance(optim_wrapper, OptimWrapper)  # in evaluation it is a config
     return getattr(optim_wrapper, "optimizer", None) if is_built else None
 
 
 def parameter_names(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """Names of an optimiser's parameters, in the index order of its state.
+    """Names of an optimizer's parameters, in the index order of its state.
 
     Raises:
         ConfigError: If one is not a parameter of the model.
@@ -67,7 +67,7 @@ def load_moments(
 
     Raises:
         ConfigError: If the checkpoint has no moments, no parameter names for them or
-            those of another optimiser, or the kind of optimiser is not supported.
+            those of another optimizer, or the kind of optimizer is not supported.
     """
     needed = _needed_keys(optimizer)
     stored = _stored_state(checkpoint, path)
@@ -102,11 +102,11 @@ def check_resumable(
 ) -> None:
     """Check that a training can continue from a checkpoint as if it had not stopped.
 
-    Kinds of several optimisers in one wrapper are left to mmengine.
+    Kinds of several optimizers in one wrapper are left to mmengine.
 
     Raises:
-        ConfigError: If the checkpoint has no progress, optimiser or, unless the config
-            has none either, learning rate schedules, or another kind of optimiser.
+        ConfigError: If the checkpoint has no progress, optimizer or, unless the config
+            has none either, learning rate schedules, or another kind of optimizer.
     """
     start = "or start a new training from it with load_from=CHECKPOINT."
     if not {"epoch", "iter"} <= (checkpoint.get("meta") or {}).keys():
@@ -147,7 +147,7 @@ def check_resumable(
 
 
 def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
-    """State keys of each parameter, in the order of the optimiser."""
+    """State keys of each parameter, in the order of the optimizer."""
     if parts := getattr(optimizer, "optimizers", ()):
         return [keys for part in parts for keys in _needed_keys(part)]
     rows: list[tuple[str, ...]] = []
@@ -170,10 +170,10 @@ def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
 
 
 def _stored_state(checkpoint: Mapping[str, Any], path: str) -> dict[str, dict]:
-    """Optimiser state by parameter name."""
+    """Optimizer state by parameter name."""
     names = (checkpoint.get("meta") or {}).get(NAMES)
     if "optimizer" not in checkpoint or names is None:
-        what = "parameter names of its optimiser" if names is None else "optimiser"
+        what = "parameter names of its optimizer" if names is None else "optimizer"
         raise ConfigError(
             f"load_optimizer=True: the checkpoint {path} holds no {what}; save it with "
             "damex and default_hooks.checkpoint.save_optimizer=True, or set "
@@ -188,7 +188,7 @@ def _check_keys(found: Mapping[str, Any], keys: tuple[str, ...], path: str) -> N
     if missing:
         raise ConfigError(
             f"load_optimizer=True: the checkpoint {path} was trained with another kind "
-            f"of optimiser, which kept {', '.join(found)} but not {missing[0]}; use "
+            f"of optimizer, which kept {', '.join(found)} but not {missing[0]}; use "
             "the same kind, or set load_optimizer=False."
         )
 

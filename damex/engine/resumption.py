@@ -315,7 +315,7 @@ def fast_forward(
 ) -> None:
     """Step schedulers, in place, as a training of `iters` steps does."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about missing optimiser steps
+        warnings.simplefilter("ignore")  # about missing optimizer steps
         for iteration in range(1, iters + 1):
             epoch, inside = divmod(iteration, length)
             for scheduler in schedulers:

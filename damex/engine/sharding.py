@@ -133,7 +133,7 @@ def whole_detector(runner: Runner) -> AbstractContextManager[None]:
 
 
 def prepare_optimizer(model: nn.Module, wrapper: Any) -> None:
-    """Check an optimiser's parameters; reduce the gradients of sharded experts."""
+    """Check an optimizer's parameters; reduce the gradients of sharded experts."""
     optimizer = optimizer_of(wrapper)
     if optimizer is not None:
         parameter_names(model, optimizer)  # fails before the first step, if at all
@@ -177,7 +177,7 @@ def reduce_before_steps(wrapper: OptimWrapper, gradients: ExpertGradients) -> No
 
 
 def shard_fully(model: nn.Module, optimizer: Optimizer | None = None) -> None:
-    """Shard the parameters of a detector, in place, and its optimiser with its state.
+    """Shard the parameters of a detector, in place, and its optimizer with its state.
 
     All processes must hold the same weights.
     """
@@ -221,7 +221,7 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
 def whole_parameters(
     model: nn.Module, optimizer: Optimizer | None = None, *, keep: bool = True
 ) -> Iterator[None]:
-    """Give a model and its optimiser whole parameters for a while, to be saved.
+    """Give a model and its optimizer whole parameters for a while, to be saved.
 
     All processes have to enter; those that do not `keep` the whole need memory for one
     tensor at a time.
@@ -268,7 +268,7 @@ def _parameters(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _states(optimizer: Optimizer | None, parameters: Iterable[Any]) -> dict[Any, dict]:
-    """State of the parameters that have any in the optimiser."""
+    """State of the parameters that have any in the optimizer."""
     known = {} if optimizer is None else optimizer.state
     return {p: known[p] for p in parameters if known.get(p)}
 
@@ -276,7 +276,7 @@ def _states(optimizer: Optimizer | None, parameters: Iterable[Any]) -> dict[Any,
 def _replace(
     optimizer: Optimizer | None, others: Mapping[Any, Any], states: Mapping[Any, dict]
 ) -> None:
-    """Replace the parameters of an optimiser, and their states, in place."""
+    """Replace the parameters of an optimizer, and their states, in place."""
     if optimizer is None:
         return
     for group in optimizer.param_groups:

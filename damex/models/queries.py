@@ -81,7 +81,7 @@ def batches_of_one_shape(
     """Split a batch (B, 3, H, W) into batches whose images need no more padding.
 
     In a batch, mmdet pads each image to the size of the largest. Convolutions see that
-    border, so the result of an image would depend on its neighbours. Here each image
+    border, so the result of an image would depend on its neighbors. Here each image
     keeps its ``pad_shape``, which is its own size in whole ``pad_size_divisor``;
     ``batch_input_shape`` is set to it.
     """

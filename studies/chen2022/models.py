@@ -153,7 +153,7 @@ class Recipe:
     Attributes:
         name: How it is called in the report.
         input_scale: Factor on all patches.
-        as_released: Whether model, loss and optimiser are those of the code: the raw
+        as_released: Whether model, loss and optimizer are those of the code: the raw
             noisy logit weighs the expert, two logits with biases, a softmax before the
             cross-entropy, the sum of norms, noise at test time, early stop. Otherwise
             those of sections 3.2 and 3.3.

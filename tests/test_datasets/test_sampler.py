@@ -99,7 +99,7 @@ def test_datasets_are_interleaved():
     sampler = MixtureSampler(Mixture([50, 50], [None, None]), seed=0)
     sources = [index >= 50 for index in sampler.epoch_indices(0)]
     changes = sum(a != b for a, b in itertools.pairwise(sources))
-    # 99 neighbours that differ with probability 1/2: 50 on average, 5 deviation.
+    # 99 neighbors that differ with probability 1/2: 50 on average, 5 deviation.
     assert 25 < changes < 75
 
 

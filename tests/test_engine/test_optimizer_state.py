@@ -175,7 +175,7 @@ def test_momentum_is_taken_over_too(build, trained):
     assert torch.equal(found["momentum_buffer"][2], momentum.t())
 
 
-def test_an_optimiser_of_their_own_for_the_experts(build, trained):
+def test_an_optimizer_of_their_own_for_the_experts(build, trained):
     """Normalised gradient descent keeps nothing, and AdamW gets its moments."""
     _, checkpoint = trained(optimizer=lambda d: adamw(d, amsgrad=False))
     detector = build(moe=COPIES)
@@ -215,7 +215,7 @@ def test_what_cannot_be_taken_over_is_said_in_one_line(build, trained):
     unnamed = {**checkpoint, "meta": {}}
     assert "holds no parameter names" in refusal(unnamed, detector, plain)
     bare = {k: v for k, v in checkpoint.items() if k != "optimizer"}
-    assert "dense.pth holds no optimiser" in refusal(bare, detector, plain)
+    assert "dense.pth holds no optimizer" in refusal(bare, detector, plain)
     other = torch.optim.Adagrad(detector.parameters())
     assert "is Adagrad; use one" in refusal(checkpoint, detector, other)
 

@@ -67,7 +67,7 @@ def test_a_checkpoint_holds_the_resolved_moe(make_runner):
     assert moe["gate"]["start_temperature"] == 4.0
     assert moe["router"]["type"] == "LinearRouter"  # the default
     assert moe == runner.model.resolved_moe()
-    # mmengine numbers the parameters in the state of an optimiser.
+    # mmengine numbers the parameters in the state of an optimizer.
     names = saved["meta"]["optimizer_names"]
     assert names == [name for name, _ in runner.model.named_parameters()]
     (group,) = saved["optimizer"]["param_groups"]
@@ -162,7 +162,7 @@ def test_experts_cut_from_an_ffn_decay_by_parts(decay_once):
     torch.testing.assert_close(detector.state_dict(), before)
 
 
-def test_experts_do_not_decay_without_a_step_of_the_optimiser(decay_once):
+def test_experts_do_not_decay_without_a_step_of_the_optimizer(decay_once):
     assert not changed(*decay_once(MOE, accumulate=2))
     assert not changed(*decay_once(None))  # and a dense detector has none
 

@@ -73,7 +73,7 @@ def test_learning_rates_of_both_follow_the_groups_also_after_loading():
     torch.testing.assert_close((bank - before).norm(dim=1), torch.full((2,), 0.25))
 
 
-def test_a_loaded_optimiser_goes_on_bit_by_bit():
+def test_a_loaded_optimizer_goes_on_bit_by_bit():
     dense, bank, joined = make()
     for seed in range(3):
         set_grads(dense, bank, seed)

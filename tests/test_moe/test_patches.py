@@ -17,7 +17,7 @@ from damex.papers.patches import (
 )
 
 
-def test_a_halo_shows_the_neighbours_and_zeros_outside():
+def test_a_halo_shows_the_neighbors_and_zeros_outside():
     map_BCHW = torch.arange(1.0, 5.0).view(1, 1, 2, 2)
     patches = split_patches(map_BCHW, (1, 2), halo=1)
     above, below = patches[0, :, 0].tolist()
@@ -77,7 +77,7 @@ def masked_reference(moe, map_BCHW, record):
     for expert in range(moe.num_experts):
         weight_OCKK = bank.weight_EOCKK[expert]
         padding = bank.kernel_size // 2
-        if bank.border == "neighbours":
+        if bank.border == "neighbors":
             # cells that hang over are cut off at the end
             pad = [-side % p for side, p in zip(size, bank.patch_size, strict=True)]
             whole = functional.pad(map_BCHW, (0, pad[1], 0, pad[0]))
@@ -90,7 +90,7 @@ def masked_reference(moe, map_BCHW, record):
     return merge_patches(torch.cat(outs, dim=2), size)
 
 
-@pytest.mark.parametrize("border", ["zeros", "neighbours"])
+@pytest.mark.parametrize("border", ["zeros", "neighbors"])
 @pytest.mark.parametrize("kernel_size", [1, 3])
 @pytest.mark.parametrize(
     "gate",

@@ -54,7 +54,7 @@ class Layout:
         num_experts: Experts of a layer; 0 in a dense detector.
         parameters: Bytes of parameters and buffers.
         gradients: Bytes of gradients.
-        optimizer: Bytes of the optimiser's state after a step.
+        optimizer: Bytes of the optimizer's state after a step.
         shape: Height and width of an image in pixels.
         batch_size: Images per process and step.
         sent_gradients: Bytes sent per step to average gradients.
@@ -100,7 +100,7 @@ def dry_run(
 
 
 def lay_out(cfg: Config, *, processes: int) -> Layout:
-    """Build detector, optimiser and data as the first of several processes would.
+    """Build detector, optimizer and data as the first of several processes would.
 
     Raises:
         ConfigError: As the training, for instance if experts cannot be sharded.
@@ -198,7 +198,7 @@ def describe(layout: Layout) -> str:
     rows = [*_places(layout)]
     rows.append(
         f"each process holds {_bytes(held)}: parameters {_bytes(layout.parameters)}, "
-        f"gradients {_bytes(layout.gradients)}, optimiser {_bytes(layout.optimizer)}; "
+        f"gradients {_bytes(layout.gradients)}, optimizer {_bytes(layout.optimizer)}; "
         "activations come on top"
     )
     rows.append(
@@ -259,7 +259,7 @@ def _gradient_bytes(detector: nn.Module) -> dict[str, int]:
 
 
 def _held_bytes(detector: nn.Module, cfg: Config) -> dict[str, int]:
-    """Bytes of parameters, and of the optimiser after a step with zero gradients."""
+    """Bytes of parameters, and of the optimizer after a step with zero gradients."""
     known = ("optimizer", "paramwise_cfg", "constructor")
     settings = {k: v for k, v in cfg["optim_wrapper"].items() if k in known}
     wrapper = build_optim_wrapper(detector, copy.deepcopy(settings))

@@ -64,8 +64,8 @@ def train(
         tuple[str, ...],
         Parameter(
             metavar="[NAME=]FOLDER...",
-            help="Datasets to train on, in place of a config; a dataset is called like "
-            "its folder unless it has a NAME.",
+            help="Datasets to train on, in place of a config; a dataset has the "
+            "name of its folder unless you give a NAME.",
         ),
     ] = (),
     model: Annotated[str | None, Parameter(help=models_help())] = None,
@@ -352,8 +352,8 @@ def toydata(*, out: Path = Path("data/toy"), seed: int = 0) -> None:
     """Generate the toy mixture of five small datasets in a new folder.
 
     Args:
-        out: Output folder; nothing is done if it holds the mixture of this seed.
-        seed: Another one gives other images.
+        out: Output folder; left as it is if it has the mixture of this seed.
+        seed: Random seed of the images.
     """
 
 

@@ -48,8 +48,8 @@ Device = Annotated[
 Trust = Annotated[
     bool,
     Parameter(
-        help="Allow all that the config in the checkpoint names, and import its "
-        "custom_imports: this can run code of whoever made it."
+        help="Allow everything that the config in the checkpoint names, and import its "
+        "custom_imports: this can run code written by its author."
     ),
 ]
 CfgOptions = Annotated[

@@ -302,7 +302,7 @@ def resized(images: Tensor, size: Sequence[int]) -> Tensor:
     ``size`` is height and width. Returns integer values (B, 3, H, W).
     """
     (rows_2H, vertical_2H), ((left_W, right_W), horizontal_2W) = map(
-        _neighbours, images.shape[1:3], size
+        _neighbors, images.shape[1:3], size
     )
     lines = images[:, rows_2H]  # the upper and the lower one of each new row
     left, right = (
@@ -315,7 +315,7 @@ def resized(images: Tensor, size: Sequence[int]) -> Tensor:
     return ((both + 2.0) * 2.0**-2).floor().float()
 
 
-def _neighbours(old: int, new: int) -> tuple[Tensor, Tensor]:
+def _neighbors(old: int, new: int) -> tuple[Tensor, Tensor]:
     """Both source positions of each new one along a side, and their weights of 2048."""
     old_1, new_1 = size_tensor([old, new])
     place = ((torch.arange(new).double() + 0.5) * (old_1 / new_1) - 0.5).float()

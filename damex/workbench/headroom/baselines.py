@@ -245,7 +245,7 @@ def _scaled_spans(schedulers: Any, share: float) -> Any:
         return [_scaled_spans(one, share) for one in schedulers]
     if not isinstance(schedulers, Mapping):
         return schedulers
-    if "type" not in schedulers:  # one for each of several optimisers
+    if "type" not in schedulers:  # one for each of several optimizers
         return {name: _scaled_spans(one, share) for name, one in schedulers.items()}
     if schedulers.get("by_epoch", True):
         return schedulers
