@@ -362,7 +362,10 @@ def _check_use(
 ) -> Iterator[Finding]:
     """Findings on boxes that training does not use, and files with only such boxes."""
     ignored_N = used_N & records.is_set("ignore")
-    text = "is marked 'ignore': training leaves it out."
+    text = (
+        "is marked 'ignore': training leaves it out, evaluation does not. To leave it "
+        "out of both, set iscrowd=1."
+    )
     yield from records.each_box("box-ignored", ignored_N, text)
     crowd_N = used_N & records.is_set("iscrowd")
     thin_N = used_N & (records.box_N4[:, 2:].min(axis=1) < 1)

@@ -45,7 +45,8 @@ class SeededIndex(int):
     """An ``int`` index with the seed for everything random about this sample.
 
     Augmentation then depends on the position of a sample in the run, not on the number
-    and history of workers or on resumption.
+    and history of workers or on resumption (but for transforms with a cache of images,
+    such as mmdet's ``CachedMosaic``).
     """
 
     seed: int

@@ -194,16 +194,20 @@ def check_fit(
     return note and f"the checkpoint had other experts: {note}."
 
 
-def check_finite(state: Mapping[str, Any], *, path: str) -> None:
-    """Raise ConfigError if a tensor of a state dict is not finite."""
-    broken = [
+def not_finite(state: Mapping[str, Any]) -> list[str]:
+    """Names of the tensors of a state dict that are not finite."""
+    return [
         key
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
         and value.is_floating_point()
         and not value.isfinite().all()
     ]
-    if broken:
+
+
+def check_finite(state: Mapping[str, Any], *, path: str) -> None:
+    """Raise ConfigError if a tensor of a state dict is not finite."""
+    if broken := not_finite(state):
         raise ConfigError(
             f"{len(broken)} of {len(state)} tensors in {path} have values that are nan "
             f"or infinite, such as {', '.join(broken[:3])}: the training diverged. Use "

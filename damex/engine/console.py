@@ -228,14 +228,18 @@ class MixtureVisualizationHook(DetVisualizationHook):
             logs = Path(runner.work_dir) / runner.timestamp
             self.test_out_dir = str((logs / self.test_out_dir).resolve())
             make_folder(Path(self.test_out_dir))
+            if runner.world_size > 1:  # mmdet draws on the first process alone
+                runner.logger.warning(
+                    "--show-dir: only the images (or windows) of the first of "
+                    f"{runner.world_size} processes are drawn; draw in one process."
+                )
 
     def after_test_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any, outputs: Sequence[Any]
     ) -> None:
         """Draw every image of a batch into the folder of its dataset.
 
-        The windows of an image are drawn as one when another image follows. Several
-        processes share them out, and each draws its own.
+        The windows of an image are drawn as one when another image follows.
         """
         for sample in outputs if self.draw else ():
             place = sample.metainfo.get("dataset_name"), sample.img_path

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from mmdet.registry import HOOKS
 from mmengine.dist import all_reduce
-from mmengine.hooks import Hook
+from mmengine.hooks import EMAHook, Hook
 from mmengine.model import is_model_wrapper
 from mmengine.runner import Runner, set_random_seed
 from torch import nn
 
 from damex.datasets.mixture import mix_seed
+from damex.engine.checkpoint import not_finite
 from damex.engine.optimizer_state import NAMES, optimizer_of, parameter_names
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
@@ -34,6 +35,30 @@ WELL_ROUTED = 0.75
 def bare_model(runner: Runner) -> Any:
     """Return the model of a runner, unwrapped."""
     return runner.model.module if is_model_wrapper(runner.model) else runner.model
+
+
+def models_of(runner: Runner) -> list[nn.Module]:
+    """Return the detector of a runner and its averages, unwrapped."""
+    averages = [
+        hook.ema_model.module
+        for hook in runner.hooks
+        if isinstance(hook, EMAHook) and hasattr(hook, "ema_model")
+    ]
+    return [bare_model(runner), *averages]
+
+
+def average_batch_norms(runner: Runner) -> None:
+    """Average the running statistics over all processes; collective.
+
+    Each process has those of its own images. Before an evaluation or checkpoint all get
+    the same, so that one detector is scored, saved and resumed.
+    """
+    for model in models_of(runner):
+        for name, statistic_C in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                mean_C = statistic_C.double()  # exact where all processes agree
+                all_reduce(mean_C, op="mean")
+                statistic_C.copy_(mean_C)
 
 
 def routed_detector(runner: Runner) -> RoutedDetector | None:
@@ -74,10 +99,13 @@ class TrainingStepHook(Hook):
             # A fixed scale, as of bfloat16, would skip all further steps.
             is_fixed = getattr(wrapper, "_scale_update_param", None) is not None
             scaler = None if is_fixed else getattr(wrapper, "loss_scaler", None)
-            check_losses(outputs, scaler, iteration=runner.iter + 1)
+            norms = runner.message_hub.log_scalars.get("train/grad_norm")
+            norm = norms.current() if is_fixed and norms is not None else 0.0
+            check_losses(outputs, scaler, iteration=runner.iter + 1, grad_norm=norm)
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Request token counts."""
+        """Score one detector; request token counts."""
+        average_batch_norms(runner)
         if (detector := routed_detector(runner)) is not None:
             detector.counts_tokens = True
 
@@ -91,13 +119,11 @@ class TrainingStepHook(Hook):
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Check the weights; save parameter names and the ``moe`` tree."""
         model, detector = bare_model(runner), routed_detector(runner)
-        for name, _ in model.named_parameters():
-            weights = checkpoint.get("state_dict", {}).get(name)
-            if weights is not None and not weights.isfinite().all():
-                raise FloatingPointError(
-                    f"weights such as {name} are not finite after iteration "
-                    f"{checkpoint['meta']['iter']}"
-                )
+        if broken := not_finite(checkpoint.get("state_dict", {})):
+            raise FloatingPointError(
+                f"weights such as {broken[0]} are not finite after iteration "
+                f"{checkpoint['meta']['iter']}"
+            )
         if detector is not None:
             checkpoint["meta"]["moe"] = detector.resolved_moe()
         if "optimizer" not in checkpoint:
@@ -106,15 +132,18 @@ class TrainingStepHook(Hook):
             checkpoint["meta"][NAMES] = parameter_names(model, optimizer)
 
 
-def check_losses(losses: Mapping[str, Any], scaler: Any, *, iteration: int) -> None:
-    """Raise FloatingPointError if the sum of losses is not finite.
+def check_losses(
+    losses: Mapping[str, Any], scaler: Any, *, iteration: int, grad_norm: float = 0.0
+) -> None:
+    """Raise FloatingPointError if the sum of losses or the norm is not finite.
 
     In mixed precision a gradient scaler skips such a step, or one whose gradients are
     not finite, and halves its scale; then only a scale below 1 is rejected.
     """
     scales = scaler is not None and scaler.is_enabled()
     helps = scales and scaler.get_scale() >= 1.0
-    if helps or (not scales and _is_finite(losses["loss"])):
+    is_finite = _is_finite(losses["loss"]) and math.isfinite(grad_norm)
+    if helps or (not scales and is_finite):
         return
     names = [
         name

@@ -34,6 +34,7 @@ from damex.engine.hooks import (
     IterationSeedHook,
     RoutingAlarmHook,
     TrainingStepHook,
+    average_batch_norms,
     bare_model,
     routed_detector,
 )
@@ -330,6 +331,7 @@ class MixtureRunner(Runner):
         self, out_dir: str, filename: str, *args: Any, **kwargs: Any
     ) -> None:
         """Save the whole atomically; called on every process, written by the first."""
+        average_batch_norms(self)
         with whole_detector(self):
             if self.rank != 0 or not is_local(out_dir, *args[:1], **kwargs):
                 super().save_checkpoint(out_dir, filename, *args, **kwargs)

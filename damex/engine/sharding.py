@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from damex.engine.hooks import ExpertMeanDecayHook, bare_model
+from damex.engine.hooks import ExpertMeanDecayHook, bare_model, models_of
 from damex.engine.optimizer_state import optimizer_of, parameter_names
 from damex.errors import ConfigError
 from damex.models.blocks import MoEFFN
@@ -114,13 +114,8 @@ def check_sharding(runner: Runner, loader: str) -> None:
 
 def whole_experts(runner: Runner, *, keep: bool = True) -> AbstractContextManager[None]:
     """Gather sharded experts, their averages and their moments for a while."""
-    averages = [
-        hook.ema_model.module
-        for hook in runner.hooks
-        if isinstance(hook, EMAHook) and hasattr(hook, "ema_model")
-    ]
-    models = [bare_model(runner), *averages]
-    return gathered_experts(models, optimizer_of(runner.optim_wrapper), keep=keep)
+    optimizer = optimizer_of(runner.optim_wrapper)
+    return gathered_experts(models_of(runner), optimizer, keep=keep)
 
 
 def whole_detector(runner: Runner) -> AbstractContextManager[None]:

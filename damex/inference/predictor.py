@@ -243,7 +243,7 @@ class Predictor:
         while batch := list(islice(packed, batch_size)):
             side = choice.tile if isinstance(tile, str) else tile
             rows: Iterable[Any] = self._run_each(batch, choice, skip)
-            if choice.dataset is not None and side is not None:
+            if side is not None and "labels_by_group" not in choice.meta:
                 rows = ((one, None) for one in batch)  # only windows are looked at
             for one, whole in rows:
                 image = as_rgb(one["pixels"]) if keep_images else None

@@ -167,7 +167,9 @@ class DetectorCheckpoint:
             key: metric[key]
             for metric in metrics
             for key in ("max_dets", "dataset_known")
-            if metric.get("type") == MixtureMetric.__name__ and key in metric
+            if isinstance(metric, dict)
+            and metric.get("type") == MixtureMetric.__name__
+            and key in metric
         }
         evaluator = Evaluator(MixtureMetric(classwise=classwise, **words))
         evaluator.dataset_meta = self.space.to_metainfo()

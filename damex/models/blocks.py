@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -151,7 +151,8 @@ class MoEFFN(MoEBlock):
             foreground_BN=foreground_BN,
             earlier_votes_BG=self.context.votes_BG,
         )
-        output_BND, record = self._run(moe, tokens_BND)
+        with self.moe.gate.uncounted() if is_auxiliary else nullcontext():
+            output_BND, record = self._run(moe, tokens_BND)
         if not is_auxiliary:
             self.context.add(self.name, record)
         return self._drop_tokens(output_BND, record.packing)

@@ -30,7 +30,10 @@ from damex.models.build import resolved_moe
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
-from damex.models.dataset_classifier import restrict_to_predicted_group
+from damex.models.dataset_classifier import (
+    class_scores,
+    restrict_to_predicted_group,
+)
 from damex.models.detection_losses import DenseQueryLoss, balanced_images, ignoring
 from damex.models.expert_parallel import missing_passes
 from damex.models.insertion import EXTENSIONS, counts_foreground, insert_moe, moe_blocks
@@ -205,7 +208,10 @@ class RoutedDetector(_Detector):
         ignored: dict[str, Any] = {}
         if self.awareness is not None:
             ignored = self.awareness.ignored_if_found(batch_data_samples)
+        head = self.bbox_head
+        classifiers = getattr(head, "cls_branches", None) or [head.fc_cls]
         with (
+            class_scores(classifiers, Tensor.float),  # float16 ends mmdet's matching
             self._step(batch_inputs, batch_data_samples, groups, boxes),
             balanced_images(self, batch_data_samples, self.image_balance),
             ignoring(self, batch_data_samples, **ignored),

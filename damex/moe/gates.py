@@ -5,6 +5,8 @@ Axes: V real tokens, E experts, K experts per token, R routes (token-expert pair
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -60,6 +62,10 @@ class Gate(nn.Module):
 
     def end_step(self) -> None:
         """End a training step: its counts are complete."""
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Return a context whose tokens change no state of the gate."""
+        return nullcontext()
 
     def forward(self, logits_VE: Tensor, packing: Packing | None = None) -> Assignment:
         """Choose the routes; without a packing all tokens belong to one image."""
@@ -173,12 +179,25 @@ class BiasBalancer(nn.Module):
         if not self._is_reduced:
             self.seen_E.add_(counts_E)
 
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """A context whose load does not count."""
+        seen_E = self.seen_E.clone()
+        yield
+        self.seen_E.copy_(seen_E)
+
     def all_reduce(self) -> None:
         """Sum the load of the step over all processes, and close it; collective.
 
         Later counts, such as those of activation recomputation, are ignored until
-        `step`.
+        `step`. RuntimeError if the step is closed already.
         """
+        if self._is_reduced:
+            raise RuntimeError(
+                "BiasBalancer: a second training step ended without step(), so the "
+                "bias would never move; call begin_step of the gate (of a detector: "
+                "begin_step of the detector) before each forward in training"
+            )
         if distributed.is_available() and distributed.is_initialized():
             distributed.all_reduce(self.seen_E)
         self.counts_E.add_(self.seen_E)
@@ -288,6 +307,10 @@ class TopKGate(Gate):
         """Sum the load of the step over all processes."""
         if self.balance is not None:
             self.balance.all_reduce()
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Return a context whose tokens do not move the bias."""
+        return super().uncounted() if self.balance is None else self.balance.uncounted()
 
     def forward(
         self,

@@ -165,6 +165,12 @@ class LoadLoss(RoutingLoss):
                 f"experts, got {type(gate).__name__}; use TopKGate without a capacity, "
                 "or LoadBalanceLoss or ImportanceLoss"
             )
+        scale = getattr(gate, "noise_scale", None)
+        if scale != self.noise_std and (scale or getattr(gate, "noise", None)):
+            raise ValueError(
+                f"LoadLoss: noise_std={self.noise_std} must be the noise_scale of the "
+                f"gate, which is {scale}; give both the same"
+            )
 
     def compute(
         self, logits_VE: Tensor, record: RoutingRecord, index_V: Tensor | None

@@ -144,6 +144,15 @@ class ChainedOptimizer(Optimizer):
             optimizer.step()
         return loss
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the second optimizer."""
+        if not hasattr(self, "optimizers"):  # while torch builds this one
+            super().add_param_group(param_group)
+            return
+        second = self.optimizers[1]
+        second.add_param_group(param_group)
+        self.param_groups.append(second.param_groups[-1])
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and state of both."""
         super().load_state_dict(state_dict)

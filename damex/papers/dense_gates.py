@@ -102,6 +102,12 @@ class DenseToSparseGate(Gate):
                 "before each forward in training"
             )
         num_tokens, num_experts = logits_VE.shape
+        if self.threshold * num_experts >= 1:
+            raise ValueError(
+                f"DenseToSparseGate: with {num_experts} experts, equal weights are "
+                f"below threshold={self.threshold}, so that none would be dense; set "
+                f"threshold below {1 / num_experts:.2g}"
+            )
         # Nguyen et al. 2025, eq. 12: softmax_i((b1_i' x + b0_i) / tau).
         weights_VE = torch.softmax(logits_VE / self.temperature, dim=-1)
         if self.has_fixed_routes:

@@ -19,6 +19,7 @@ import torch
 from mmdet.registry import HOOKS
 from mmengine.fileio.backends import LocalBackend
 from mmengine.hooks import Hook
+from mmengine.logging import HistoryBuffer
 
 import damex.workbench.check.check
 from damex.__main__ import main
@@ -229,13 +230,25 @@ def test_losses_of_mixed_precision_may_overflow_while_the_scaler_can_help():
 
 
 @pytest.mark.parametrize(("scale", "helps"), [(None, True), (1.0, False)])
-def test_a_scaler_that_never_changes_does_not_help(scale, helps):
+@pytest.mark.parametrize("what", ["sum of", "gradients"])
+def test_a_scaler_that_never_changes_does_not_help(scale, helps, what):
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     wrapper = SimpleNamespace(loss_scaler=scaler, _scale_update_param=scale)
-    runner = SimpleNamespace(optim_wrapper=wrapper, rank=0, iter=0)
-    outputs = {"loss": torch.tensor(torch.nan)}
-    with nullcontext() if helps else pytest.raises(FloatingPointError, match="sum of"):
+    loss, norm = (torch.nan, 1.0) if what == "sum of" else (1.0, torch.nan)
+    hub = SimpleNamespace(log_scalars={"train/grad_norm": HistoryBuffer([norm], [1])})
+    runner = SimpleNamespace(optim_wrapper=wrapper, rank=0, iter=0, message_hub=hub)
+    outputs = {"loss": torch.tensor(loss)}
+    with nullcontext() if helps else pytest.raises(FloatingPointError, match=what):
         TrainingStepHook().after_train_iter(runner, outputs=outputs)
+
+
+def test_statistics_that_are_not_finite_are_not_saved():
+    runner = SimpleNamespace(model=torch.nn.BatchNorm2d(2))
+    state = {**runner.model.state_dict(), "running_var": torch.tensor([1.0, torch.inf])}
+    with pytest.raises(FloatingPointError, match="such as running_var are not finite"):
+        TrainingStepHook().before_save_checkpoint(
+            runner, dict(state_dict=state, meta=dict(iter=3))
+        )
 
 
 def test_activations_of_batch_norms_are_not_lost():

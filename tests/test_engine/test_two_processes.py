@@ -34,7 +34,7 @@ def results(tmp_path_factory, make_coco_dataset, write_config_to, launch_process
     stage = few_steps(epochs=1, samples=16)
     stage += "moe = dict(router_warmup=dict(_delete_=True, iters=2))\n" + NO_CHECKPOINT
     # Without weight decay, AdamW moves a parameter only by a gradient.
-    deepmoe = few_steps(epochs=1, samples=8, weight_decay=0.0) + NO_CHECKPOINT
+    deepmoe = few_steps(epochs=1, samples=8, weight_decay=0.0)
     # 1 iteration in each of 2 epochs.
     balance = few_steps(epochs=2, samples=4) + "moe = dict(num_experts=4)\n"
     balance += "model_wrapper_cfg = dict(broadcast_buffers=True)"
@@ -121,6 +121,17 @@ def test_deepmoe_trains_all_parameters_alike_in_both_processes(results):
     assert_ranks_agree(first, second)
     moved = changed(first["states"][0], first["states"][-1], first["parameters"])
     assert set(first["parameters"]) - moved == set()
+
+
+def test_batch_norms_are_averaged_before_a_checkpoint(results):
+    runs = [results[rank]["deepmoe"] for rank in (0, 1)]
+    first, second = (run["states"][-1] for run in runs)
+    names = [name for name in first if name.endswith(("running_mean", "running_var"))]
+    assert changed(first, second, names) == {*names} != set()
+    for name in names:
+        assert torch.equal(runs[0]["end"][name], runs[1]["end"][name])
+        mean_C = (first[name] + second[name]) / 2
+        torch.testing.assert_close(runs[0]["end"][name], mean_C)
 
 
 def test_a_dense_phase_ends_alike_in_both_processes(results):

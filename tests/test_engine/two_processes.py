@@ -124,8 +124,9 @@ def train(folder, name, *, work=None, **changes):
     snapshots = Snapshots()
     runner.register_hook(snapshots)
     runner.train()
-    names = [name for name, _ in runner.model.module.named_parameters()]
-    return dict(parameters=names, states=snapshots.states)
+    model = runner.model.module
+    names = [name for name, _ in model.named_parameters()]
+    return dict(parameters=names, states=snapshots.states, end=model.state_dict())
 
 
 def train_balanced(folder, rank):

@@ -226,7 +226,8 @@ def test_fillers_of_ddq_are_not_routed(
 def test_auxiliary_queries_of_ddq_pass_the_experts_and_teach_no_router(
     build_mmdet, make_batch, records, run_loss, total
 ):
-    detector = build_mmdet("MoEDDQDETR", moe=DDQ)
+    gate = dict(DDQ["gate"], balance=dict(type="BiasBalancer"))
+    detector = build_mmdet("MoEDDQDETR", moe=dict(DDQ, gate=gate))
     batch = make_batch([0, 1], boxes=[1, 3])
     losses = run_loss(detector, batch)
     # 20 distinct queries of each image and 30 auxiliary ones; 12 denoising queries / 3
@@ -234,6 +235,9 @@ def test_auxiliary_queries_of_ddq_pass_the_experts_and_teach_no_router(
     assert detector.cache_dict["num_dense_queries"] == 30
     for record in records.values():
         assert record.assignment.num_routes == 2 * 20 + 8 * (1 + 3)
+    for block in moe_blocks(detector):
+        counts_E = records[block.name].assignment.counts_E
+        assert block.moe.gate.balance.counts_E.equal(counts_E)
     experts = [block.moe.experts for block in moe_blocks(detector)]
     total({k: v for k, v in losses.items() if "_aux_loss" in k}).backward()
     assert any(bank.w2_EHD.grad.abs().sum() > 0 for bank in experts)
@@ -274,6 +278,21 @@ def test_autocast_trains_where_objects_outnumber_queries(
     torch.testing.assert_close(loss.float(), expected, rtol=0.05, atol=0.0)
     for key, parameter in detector.named_parameters():
         assert parameter.grad is None or parameter.grad.isfinite().all(), key
+
+
+def test_sure_predictions_are_matched_in_float16(
+    detector_name, build_mmdet, make_batch, run_loss, total
+):
+    """1 - sigmoid(9) is below float16's step, where the logarithm was infinite."""
+    detector = build_mmdet(detector_name)
+    for name, parameter in detector.bbox_head.named_parameters():
+        if "cls" in name and name.endswith("bias"):
+            torch.nn.init.constant_(parameter, 9.0)
+    batch = make_batch([0, 1], sizes=[(64, 96), (64, 64)])
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = total(run_loss(detector, batch))
+    expected = total(run_loss(detector, batch))
+    torch.testing.assert_close(loss.float(), expected, rtol=0.05, atol=0.0)
 
 
 def test_the_share_of_height_and_of_width_that_is_image():

@@ -27,6 +27,7 @@ from damex.moe import (
 )
 from damex.moe.grouped import grouped_linear
 from damex.papers.channels import GatingPath, ShallowEmbedding, gate_l1, presence_loss
+from damex.papers.dense_gates import DenseToSparseGate
 from damex.papers.expert_choice import ExpertChoiceGate
 from damex.papers.patches import PatchConvExperts, route_patches
 from tests.test_moe.layers import D, make_layer
@@ -74,6 +75,13 @@ CASES = [
     (lambda: TopKGate(3)(torch.zeros(1, 2)), "k=3 experts .* only 2 experts"),
     (lambda: TopKGate(noise_scale=1.0), "no effect without noise"),
     (lambda: BiasBalancer(2)(torch.zeros(1, 3)), "for 2 experts, .* router scores 3"),
+    (lambda: DenseToSparseGate().eval()(torch.zeros(1, 128)), "below 0.0078"),
+    (
+        lambda: LoadLoss().check_layer(
+            gate=TopKGate(noise="gaussian", noise_scale=1.0), num_groups=None
+        ),
+        "noise_std=None must be the noise_scale of the gate, which is 1.0",
+    ),
     (lambda: ExpertChoiceGate(num_tokens=2, share=0.5), "one of .* got 2 and 0.5"),
     (lambda: ExpertChoiceGate(share=1, weights="one", mean_one=True), "mean_one out"),
     (lambda: topk(torch.zeros(3, 1), torch.ones(2, 1)), r"\(3, 1\) and \(2, 1\)"),

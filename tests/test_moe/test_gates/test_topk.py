@@ -203,6 +203,13 @@ def test_a_summed_load_is_closed_until_the_step():
     assert balance.bias_E.tolist() == [0.0, 0.0]
 
 
+def test_a_step_that_never_begins_is_refused():
+    gate = TopKGate(1, balance=BiasBalancer(2))
+    gate.end_step()
+    with pytest.raises(RuntimeError, match="call begin_step"):
+        gate.end_step()
+
+
 def test_only_training_counts():
     gate = TopKGate(1, balance=BiasBalancer(2))
     logits = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 1.0]])
