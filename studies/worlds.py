@@ -28,7 +28,6 @@ from damex.workbench.toydata import (
     Size,
     drawing,
     generate_toy_mixture,
-    in_both_splits,
 )
 from damex.workbench.toydata.drawing import Canvas, draw_random
 
@@ -86,13 +85,13 @@ def world_specs(
     step = int(names == "conflicting")
     worlds = [partial(_draw_world, world=m, shift=m * step) for m in range(count)]
     return tuple(
-        DatasetSpec(name, WORDS, num_train, num_val, in_both_splits(world))
+        DatasetSpec(name, WORDS, num_train, num_val, world)
         for name, world in zip(WORLDS, worlds, strict=False)
     )
 
 
 def _draw_world(
-    size_hw: Size, rng: np.random.Generator, *, world: int, shift: int
+    split: str, size_hw: Size, rng: np.random.Generator, *, world: int, shift: int
 ) -> Canvas:
     """Draw the background, a few sticks, and two to six objects."""
     canvas = Canvas(_ground(size_hw, rng, world=world))

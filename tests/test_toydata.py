@@ -120,11 +120,7 @@ def test_json_is_valid_coco(small_root, name, split):
 
 @pytest.mark.parametrize("spec", DATASETS, ids=NAMES)
 def test_every_class_occurs_and_numbers_of_objects_vary(spec):
-    renderer = spec.build_renderer("train")
-    images = [
-        render_image(spec, "train", index, seed=0, renderer=renderer).boxes()
-        for index in range(40)
-    ]
+    images = [render_image(spec, "train", index, seed=0).boxes() for index in range(40)]
     assert {box.name for boxes in images for box in boxes} == set(spec.classes)
     numbers = {len(boxes) for boxes in images}
     assert numbers <= {*range(1, 9)}
@@ -134,8 +130,7 @@ def test_every_class_occurs_and_numbers_of_objects_vary(spec):
 def test_json_holds_the_rendered_boxes(small_root):
     spec = SMALL[3]
     content = read(small_root, spec.name, "val")
-    renderer = spec.build_renderer("val")
-    canvas = render_image(spec, "val", 2, seed=0, renderer=renderer)
+    canvas = render_image(spec, "val", 2, seed=0)
     assert canvas.boxes() == [
         Box(spec.classes[entry["category_id"] - 1], *entry["bbox"])
         for entry in content["annotations"]

@@ -25,6 +25,7 @@ import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,7 @@ ASSETS = Path(__file__).parent / "assets"  # their licences: data/README.md
 
 Size = tuple[int, int]
 Look = dict[str, Any]  # arguments of `draw_random`
-Renderer = Callable[[Size, np.random.Generator], Canvas]
+Renderer = Callable[[str, Size, np.random.Generator], Canvas]  # str: the split
 
 DIGITS = (
     *("zero", "one", "two", "three", "four"),
@@ -78,14 +79,13 @@ class DatasetSpec:
     classes: tuple[str, ...]  # in the order of their category ids, which start at 1
     num_train: int
     num_val: int
-    # Maps a split to what draws an image from (height, width) and a random generator.
-    build_renderer: Callable[[str], Renderer]
+    draw: Renderer  # an image of a split, of (height, width)
 
 
 # ---- shapes: flat shapes on soft pastel fades, some of them hard to see ----
 
 
-def _shapes(size_hw: Size, rng: np.random.Generator) -> Canvas:
+def _shapes(split: str, size_hw: Size, rng: np.random.Generator) -> Canvas:
     pastel: Look = dict(saturation=(0.05, 0.35), value=(0.6, 0.95))
     first, last = (drawing.random_color(rng, **pastel) for _ in range(2))
     angle = rng.uniform(0, 2 * np.pi)
@@ -113,6 +113,7 @@ def _shape(shape: str, rng: np.random.Generator, *, largest: int) -> np.ndarray:
 # ---- digits: real handwritten digits on ruled paper ----
 
 
+@cache
 def load_digits() -> tuple[np.ndarray, np.ndarray]:
     """Load UCI's handwritten digits: ink from 0 to 16, (1797, 8, 8), and labels."""
     with np.load(ASSETS / "digits.npz") as digits:
@@ -130,23 +131,18 @@ def source_indices(split: str) -> range:
     return range(cut) if split == "train" else range(cut, num_digits)
 
 
-def _digits_renderer(split: str) -> Renderer:
-    images, digits = load_digits()
+def _digits(split: str, size_hw: Size, rng: np.random.Generator) -> Canvas:
+    bitmaps, labels = load_digits()
     rows = source_indices(split)
-    bitmaps, labels = images[rows], digits[rows]
-
-    def render(size_hw: Size, rng: np.random.Generator) -> Canvas:
-        canvas = Canvas(_ruled_paper(size_hw, rng))
-        for _ in range(rng.integers(0, 4)):
-            look: Look = dict(color=_ink(rng), size=(26, 44), angle=(0, np.pi))
-            canvas.scatter(draw_random("stick", rng, **look), rng, name=None)
-        for _ in range(rng.integers(1, 8)):
-            index = rng.integers(len(labels))
-            canvas.scatter(_digit(bitmaps[index], rng), rng, name=DIGITS[labels[index]])
-        canvas.pixels += drawing.grain(size_hw, rng, sigma=0.015)
-        return canvas
-
-    return render
+    canvas = Canvas(_ruled_paper(size_hw, rng))
+    for _ in range(rng.integers(0, 4)):
+        look: Look = dict(color=_ink(rng), size=(26, 44), angle=(0, np.pi))
+        canvas.scatter(draw_random("stick", rng, **look), rng, name=None)
+    for _ in range(rng.integers(1, 8)):
+        row = rows[rng.integers(len(rows))]
+        canvas.scatter(_digit(bitmaps[row], rng), rng, name=DIGITS[labels[row]])
+    canvas.pixels += drawing.grain(size_hw, rng, sigma=0.015)
+    return canvas
 
 
 def _ruled_paper(size_hw: Size, rng: np.random.Generator) -> np.ndarray:
@@ -175,6 +171,7 @@ def _digit(bitmap: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 # ---- photos: prints of stickers on two photographs ----
 
 
+@cache
 def load_photographs() -> dict[str, np.ndarray]:
     """Load the photographs `china` and `flower`, uint8 (427, 640, 3) in RGB."""
     paths = sorted(ASSETS.glob("*.jpg"))
@@ -191,26 +188,22 @@ def source_columns(split: str, *, width: int) -> tuple[tuple[int, int], ...]:
     return strips[0::2] if split == "train" else strips[1::2]
 
 
-def _photos_renderer(split: str) -> Renderer:
+def _photos(split: str, size_hw: Size, rng: np.random.Generator) -> Canvas:
     strips = [
         photo[:, first:end]
         for photo in load_photographs().values()
         for first, end in source_columns(split, width=photo.shape[1])
     ]
-
-    def render(size_hw: Size, rng: np.random.Generator) -> Canvas:
-        canvas = Canvas(_crop(strips[rng.integers(len(strips))], size_hw, rng))
-        for _ in range(rng.integers(1, 7)):
-            name = _STICKERS[rng.integers(len(_STICKERS))]
-            canvas.scatter(_sticker(name, rng), rng, name=name)
-        # The dots of a printed photograph, 6 pixels apart along a diagonal.
-        rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
-        falling = np.cos(2 * np.pi * (columns + rows) / 6.0)
-        rising = np.cos(2 * np.pi * (columns - rows) / 6.0)
-        canvas.pixels += 0.12 * ((falling + rising) / 2)[:, :, None]
-        return canvas
-
-    return render
+    canvas = Canvas(_crop(strips[rng.integers(len(strips))], size_hw, rng))
+    for _ in range(rng.integers(1, 7)):
+        name = _STICKERS[rng.integers(len(_STICKERS))]
+        canvas.scatter(_sticker(name, rng), rng, name=name)
+    # The dots of a printed photograph, 6 pixels apart along a diagonal.
+    rows, columns = np.mgrid[: size_hw[0], : size_hw[1]]
+    falling = np.cos(2 * np.pi * (columns + rows) / 6.0)
+    rising = np.cos(2 * np.pi * (columns - rows) / 6.0)
+    canvas.pixels += 0.12 * ((falling + rising) / 2)[:, :, None]
+    return canvas
 
 
 def _crop(photo: np.ndarray, size_hw: Size, rng: np.random.Generator) -> np.ndarray:
@@ -250,7 +243,7 @@ def _scatter_toys(
     return canvas
 
 
-def _playroom(size_hw: Size, rng: np.random.Generator) -> Canvas:
+def _playroom(split: str, size_hw: Size, rng: np.random.Generator) -> Canvas:
     wood = drawing.shade((0.72, 0.52, 0.33), rng.uniform(0.75, 1.2))
     floor: np.ndarray = np.full((*size_hw, 3), wood)
     plank = int(rng.integers(16, 32))
@@ -262,7 +255,7 @@ def _playroom(size_hw: Size, rng: np.random.Generator) -> Canvas:
     return _scatter_toys(Canvas(floor), rng, TOYS)
 
 
-def _arcade(size_hw: Size, rng: np.random.Generator) -> Canvas:
+def _arcade(split: str, size_hw: Size, rng: np.random.Generator) -> Canvas:
     color = drawing.random_color(rng, saturation=(0.5, 0.9), value=(0.08, 0.2))
     screen = np.full((*size_hw, 3), color)
     spacing = int(rng.integers(8, 20))
@@ -273,21 +266,16 @@ def _arcade(size_hw: Size, rng: np.random.Generator) -> Canvas:
     return _scatter_toys(Canvas(screen), rng, ICONS)
 
 
-def in_both_splits(renderer: Renderer) -> Callable[[str], Renderer]:
-    """Draw the images of both splits alike."""
-    return lambda split: renderer
-
-
 _SHAPES = ("star", "square", "circle", "ring", "triangle")
 _STICKERS = ("leaf", "circle", "car", "kite")
 _NUMBERS = tuple(DIGITS[number] for number in (3, 0, 8, 1, 9, 5, 2, 7, 4, 6))
 _TOYS, _ICONS = ("crate", "roof", "ball", "car"), ("ship", "coin", "chip", "star")
 DATASETS = (
-    DatasetSpec("shapes", _SHAPES, 900, 60, in_both_splits(_shapes)),
-    DatasetSpec("digits", _NUMBERS, 500, 60, _digits_renderer),
-    DatasetSpec("photos", _STICKERS, 250, 60, _photos_renderer),
-    DatasetSpec("playroom", _TOYS, 120, 60, in_both_splits(_playroom)),
-    DatasetSpec("arcade", _ICONS, 60, 60, in_both_splits(_arcade)),
+    DatasetSpec("shapes", _SHAPES, 900, 60, _shapes),
+    DatasetSpec("digits", _NUMBERS, 500, 60, _digits),
+    DatasetSpec("photos", _STICKERS, 250, 60, _photos),
+    DatasetSpec("playroom", _TOYS, 120, 60, _playroom),
+    DatasetSpec("arcade", _ICONS, 60, 60, _arcade),
 )
 
 
@@ -339,10 +327,8 @@ def holds_toy_mixture(out: Path, *, seed: int = 0) -> bool:
         return False
 
 
-def render_image(
-    spec: DatasetSpec, split: str, index: int, *, seed: int, renderer: Renderer
-) -> Canvas:
-    """Render an image with at least one object by a result of `spec.build_renderer`.
+def render_image(spec: DatasetSpec, split: str, index: int, *, seed: int) -> Canvas:
+    """Render an image with at least one object.
 
     The random generator depends on (seed, dataset, split, index) only, so an image does
     not change with the number or the order of the others.
@@ -350,17 +336,16 @@ def render_image(
     key = [seed, zlib.crc32(spec.name.encode()), SPLITS.index(split), index]
     rng = np.random.default_rng(key)
     size_hw = _SIZES_HW[rng.integers(len(_SIZES_HW))]
-    return renderer(size_hw, rng)
+    return spec.draw(split, size_hw, rng)
 
 
 def _write_split(root: Path, spec: DatasetSpec, split: str, seed: int) -> int:
     """Write the images and the COCO json of a split; return the number of boxes."""
     folder = root / spec.name
-    renderer = spec.build_renderer(split)
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for index in range(spec.num_train if split == "train" else spec.num_val):
-        canvas = render_image(spec, split, index, seed=seed, renderer=renderer)
+        canvas = render_image(spec, split, index, seed=seed)
         picture, name = canvas.image(), f"{split}_{index:05d}.jpg"
         picture.save(folder / "images" / name, quality=60, optimize=True)
         size = {"width": picture.width, "height": picture.height}
