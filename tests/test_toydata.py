@@ -218,7 +218,7 @@ def test_a_second_call_leaves_every_file_alone(tmp_path, monkeypatch, capsys):
     [
         (["--out", "."], ". exists; remove it"),
         (["--out", "notes.txt"], "notes.txt exists; remove it"),
-        (["--out", "new", "--seed", "-1"], "got -1"),
+        (["--out", "new", "--seed", "-1"], "Must be >= 0"),
     ],
 )
 def test_the_command_refuses(tmp_path, monkeypatch, capsys, words, message):

@@ -15,6 +15,7 @@ from damex.workbench.cli.run import (
     ConfigName,
     Device,
     Jobs,
+    NonNegativeInt,
     PositiveInt,
     Seeds,
     Share,
@@ -348,7 +349,7 @@ app.command(data)
 
 
 @command(app, "toydata", "damex toydata --out data/toy")
-def toydata(*, out: Path = Path("data/toy"), seed: int = 0) -> None:
+def toydata(*, out: Path = Path("data/toy"), seed: NonNegativeInt = 0) -> None:
     """Generate the toy mixture of five small datasets in a new folder.
 
     Args:

@@ -33,7 +33,6 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from damex.errors import ConfigError
 from damex.files import atomic_folder, check_free
 from damex.workbench.toydata import drawing
 from damex.workbench.toydata.drawing import Canvas, draw_random
@@ -298,11 +297,8 @@ def generate_toy_mixture(
     """Generate the toy mixture in a new or empty folder; return its numbers of boxes.
 
     Equal arguments give equal files (with the same Pillow and NumPy). The folder
-    appears when it is complete. ConfigError if the seed is negative, or `out` is taken
-    or cannot be written.
+    appears when it is complete. ConfigError if `out` is taken or cannot be written.
     """
-    if seed < 0:
-        raise ConfigError(f"toy mixture: seed must be 0 or more, got {seed}")
     check_free(out)
     boxes = {}
     with atomic_folder(out) as made:
