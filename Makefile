@@ -21,8 +21,10 @@ MAKE_VENV := $(PYTHON) -m venv
 INSTALL := $(VENV)/bin/python -m pip install --quiet --quiet --disable-pip-version-check
 endif
 
-# Each test process computes on one thread; pytest-xdist starts one per core.
-PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile
+# Each test process computes on one thread; pytest-xdist starts one per core. By itself it
+# would begin with the files of most tests, and end with few long tests on one core.
+ORDER := --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile $(ORDER)
 
 .PHONY: install constraints quickstart test test-slow test-hf test-all test-lowest check docs release
 install: $(STAMP)
@@ -69,8 +71,8 @@ LOWEST := .venv-lowest
 test-lowest:
 	uv venv --quiet --allow-existing --python $(or $(LOWEST_PYTHON),3.11) $(LOWEST)
 	uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct \
-	  --editable '.[pretrained]' 'pytest>=8' 'pytest-xdist>=3.6'
-	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n auto --dist loadfile \
+	  --editable '.[pretrained]' 'pytest>=8' 'pytest-xdist>=3.7'
+	OMP_NUM_THREADS=1 $(LOWEST)/bin/python -m pytest -n auto --dist loadfile $(ORDER) \
 	  -m "not slow and not studies" \
 	  tests/test_moe tests/test_models tests/test_datasets tests/test_engine
 
