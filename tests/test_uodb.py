@@ -1,13 +1,10 @@
-"""The configs of UODB on stand-ins: what they are made of, and a step of each."""
+"""The configs of UODB on stand-ins: what they are made of."""
 
-import copy
 from pathlib import Path
 
 import pytest
-import torch
 from mmdet.registry import DATASETS, MODELS
 from mmengine.config import Config
-from mmengine.dataset import pseudo_collate
 
 from damex.datasets.label_space import LabelSpace
 from damex.engine.config import resolve_config
@@ -72,43 +69,14 @@ def test_the_three_differ_in_their_experts_alone():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "losses"),
-    [
-        ("damex-dino", {"loss_moe_dataset_routing"}),
-        ("dino", set()),
-        ("moe-dino", {"loss_moe_importance", "loss_moe_load"}),
-    ],
-)
-def test_a_step_of_each(stand_ins, kind, losses):
-    """Of the config, but for small images, a short encoder and random weights."""
+@pytest.mark.parametrize("kind", ["damex-dino", "dino", "moe-dino"])
+def test_each_can_be_built(stand_ins, kind):
+    """test_configs.py trains a detector of this size for a step."""
     cfg = resolve_config(config(kind))
-    model = copy.deepcopy(cfg.model)
-    model.backbone.init_cfg = None  # the pretrained weights are a download
-    model.num_queries = 60
-    model.encoder.num_layers = 1
-    torch.manual_seed(0)
-    detector = MODELS.build(model)
-    detector.init_weights()
-    blocks = moe_blocks(detector)
-    assert [block.moe.num_experts for block in blocks] == ([8] * 3 if losses else [])
-    dataset = copy.deepcopy(cfg.train_dataloader.dataset)
-    dataset.pipeline = [
-        dict(type="LoadImageFromFile"),
-        dict(type="LoadAnnotations", with_bbox=True),
-        dict(type="Resize", scale=(96, 96), keep_ratio=True),
-        dict(type="PackDetInputs"),
-    ]
-    mixture = DATASETS.build(dataset)
+    blocks = moe_blocks(MODELS.build(cfg.model))
+    experts = [block.moe.num_experts for block in blocks]
+    assert experts == ([] if kind == "dino" else [8] * 3)
+    mixture = DATASETS.build(cfg.train_dataloader.dataset)
     assert mixture.sizes == [2] * 11
-    detector.train()
-    detector.begin_step(iteration=0, max_iters=10)
-    # One image each of Clipart and KITTI.
-    data = detector.data_preprocessor(pseudo_collate([mixture[0], mixture[16]]), True)
-    assert [s.dataset_name for s in data["data_samples"]] == ["clipart", "kitti"]
-    found = detector(**data, mode="loss")
-    assert {key for key in found if key.startswith("loss_moe")} == losses
-    total = sum(value for key, value in found.items() if "loss" in key)
-    total.backward()
-    assert torch.isfinite(total)
-    assert (detector.bbox_head.cls_branches[0].weight.grad != 0).any()
+    names = [mixture[place]["data_samples"].dataset_name for place in (0, 16)]
+    assert names == ["clipart", "kitti"]
