@@ -29,6 +29,7 @@ from damex.inference.trust import read_literals
 from damex.workbench.cli.commands import app
 from damex.workbench.growth.prune import NOT_KEPT
 from tests.test_engine.conftest import write_config_to  # noqa: F401
+from tests.test_inference.conftest import exports_nothing  # noqa: F401
 
 MODULE = "hostile_module"
 CALL = f"__import__('{MODULE}')"
@@ -81,6 +82,13 @@ class Payload:
         return os.mkdir, ("made",)
 
 
+SMALL = """
+data_check = "off"
+model = dict(num_queries=20, test_cfg=dict(max_per_img=20))
+model.update(encoder=dict(num_layers=1), decoder=dict(num_layers=1))
+"""
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, make_coco_dataset, write_config_to):  # noqa: F811
     """A config, and the checkpoint of its detector."""
@@ -90,7 +98,7 @@ def trained(tmp_path_factory, make_coco_dataset, write_config_to):  # noqa: F811
         make_coco_dataset(folder / name, classes=classes, num_images=2)
         for name, classes in names.items()
     ]
-    make = dict(moe="damex_best", extra="data_check = 'off'")
+    make = dict(moe="damex_best", extra=SMALL)
     config = write_config_to(folder, mixture=entries[:2], **make)
     write_config_to(folder, mixture=entries, name="grown", **make)
     write_config_to(folder, mixture=entries[:2], moe="dense", name="dense")
@@ -357,6 +365,7 @@ def test_a_folder_takes_the_place_of_its_checkpoint(bait, trained):
         assert run(line, trained, path) == 0, line
 
 
+@pytest.mark.usefixtures("exports_nothing")
 @pytest.mark.parametrize("line", lines_of(READING))
 def test_the_rest_of_a_config_is_not_used(bait, trained, line, server):
     """Nor is it written down: what is left behind can be trained and tested."""

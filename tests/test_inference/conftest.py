@@ -86,6 +86,29 @@ def save(tmp_path, model_config, build):
     return make
 
 
+class InTorch:
+    """Runs a graph as a session of onnxruntime does, without exporting it."""
+
+    def __init__(self, graph):
+        self.graph = graph
+
+    @torch.no_grad()
+    def run(self, names, inputs):
+        outputs = self.graph(torch.from_numpy(inputs["images"].copy()))
+        named = dict(zip(self.graph.outputs, outputs, strict=True))
+        return [named[name].numpy() for name in names]
+
+
+@pytest.fixture
+def exports_nothing(monkeypatch):
+    """``damex export`` writes an empty ONNX file, and compares the graph in torch."""
+    graphs, module = [], "damex.workbench.export.export"
+    monkeypatch.setattr(
+        f"{module}.to_onnx", lambda graph, _: graphs.append(graph) or b""
+    )
+    monkeypatch.setattr(f"{module}.start_session", lambda _: InTorch(graphs[-1]))
+
+
 @pytest.fixture
 def predictor(save):
     """Of the default detector; tests do not change it."""
