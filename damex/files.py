@@ -1,4 +1,4 @@
-"""Text of any encoding, files written whole or not at all, and HTML pages."""
+"""Text of any encoding, files written whole or not at all, and whole folders."""
 
 from __future__ import annotations
 
