@@ -22,7 +22,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from damex.errors import ConfigError
-from damex.workbench.cli.run import program, run_command
+from damex.workbench.cli.run import NonNegativeInt, program, run_command
 from damex.workbench.toydata import (
     DatasetSpec,
     Size,
@@ -51,7 +51,7 @@ def worlds(
     names: Names = "conflicting",
     train: int = 300,
     val: int = 60,
-    seed: int = 0,
+    seed: NonNegativeInt = 0,
 ) -> None:
     """Generate worlds in a new folder.
 

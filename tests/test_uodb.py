@@ -80,3 +80,20 @@ def test_each_can_be_built(stand_ins, kind):
     assert mixture.sizes == [2] * 11
     names = [mixture[place]["data_samples"].dataset_name for place in (0, 16)]
     assert names == ["clipart", "kitti"]
+
+
+def test_the_losses_of_vanilla_teach_the_router(build, make_batch, run_loss):
+    losses = [
+        dict(type=f"{kind}Loss", weight=0.05, tokens="foreground")
+        for kind in ("Importance", "Load")
+    ]
+    gate = dict(type="TopKGate", k=1, noise="gaussian")
+    moe = dict(layers=dict(decoder=[0]), gate=gate, losses=losses)
+    detector = build(moe=moe)
+    found = run_loss(detector, make_batch([0, 1, 2]))
+    for kind in ("importance", "load"):
+        detector.zero_grad()
+        found[f"loss_moe_{kind}"].backward(retain_graph=True)
+        for parameter in moe_blocks(detector)[0].moe.router.parameters():
+            assert parameter.grad.isfinite().all()
+            assert (parameter.grad != 0).any()

@@ -62,7 +62,9 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         ),
         "box-xyxy": Rule("error", "boxes look like x1, y1, x2, y2"),
         "box-normalised": Rule("error", "boxes look like shares of the image"),
-        "box-ignored": Rule("warning", "marked `ignore`: left out of training alone"),
+        "box-ignored": Rule(
+            "warning", "marked `ignore`: left out of training, but not of evaluation"
+        ),
         "duplicate-box": Rule("warning", "the same box of the same class twice"),
         "area-missing": Rule("info", "no `area`; it is taken from the box"),
         "area-zero": Rule("warning", "`area` is 0 or less: left out of training"),

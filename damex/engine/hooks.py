@@ -99,8 +99,10 @@ class TrainingStepHook(Hook):
             # A fixed scale, as of bfloat16, would skip all further steps.
             is_fixed = getattr(wrapper, "_scale_update_param", None) is not None
             scaler = None if is_fixed else getattr(wrapper, "loss_scaler", None)
-            norms = runner.message_hub.log_scalars.get("train/grad_norm")
-            norm = norms.current() if is_fixed and norms is not None else 0.0
+            norm = 0.0
+            if is_fixed and wrapper._scale_update_param == 1.0:  # nothing to overflow
+                norms = runner.message_hub.log_scalars.get("train/grad_norm")
+                norm = 0.0 if norms is None else norms.current()  # of clip_grad
             check_losses(outputs, scaler, iteration=runner.iter + 1, grad_norm=norm)
 
     def before_val_epoch(self, runner: Runner) -> None:

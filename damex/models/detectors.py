@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from mmdet.models.dense_heads import DDQDETRHead
 from mmdet.models.detectors import (
     DABDETR,
@@ -21,7 +22,7 @@ from mmdet.models.detectors import (
 from mmdet.registry import MODELS
 from mmengine.logging import print_log
 from mmengine.structures import InstanceData
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from damex.errors import ConfigError
@@ -208,10 +209,8 @@ class RoutedDetector(_Detector):
         ignored: dict[str, Any] = {}
         if self.awareness is not None:
             ignored = self.awareness.ignored_if_found(batch_data_samples)
-        head = self.bbox_head
-        classifiers = getattr(head, "cls_branches", None) or [head.fc_cls]
         with (
-            class_scores(classifiers, Tensor.float),  # float16 ends mmdet's matching
+            self._float32_scores(batch_inputs),
             self._step(batch_inputs, batch_data_samples, groups, boxes),
             balanced_images(self, batch_data_samples, self.image_balance),
             ignoring(self, batch_data_samples, **ignored),
@@ -232,6 +231,14 @@ class RoutedDetector(_Detector):
         for block in moe_blocks(self):
             block.moe.gate.end_step()
         return losses if self._warmup is None else self._warmup.choose_losses(losses)
+
+    def _float32_scores(self, images: Tensor) -> AbstractContextManager[None]:
+        """Class scores in float32 under autocast: float16's end mmdet's matching."""
+        if not torch.is_autocast_enabled(images.device.type):
+            return nullcontext()
+        head, none = self.bbox_head, nn.Identity()
+        layers = getattr(head, "cls_branches", None) or [getattr(head, "fc_cls", none)]
+        return class_scores(layers, Tensor.float)
 
     def predict(
         self, batch_inputs: Tensor, batch_data_samples: list, rescale: bool = True

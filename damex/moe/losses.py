@@ -165,11 +165,13 @@ class LoadLoss(RoutingLoss):
                 f"experts, got {type(gate).__name__}; use TopKGate without a capacity, "
                 "or LoadBalanceLoss or ImportanceLoss"
             )
-        scale = getattr(gate, "noise_scale", None)
-        if scale != self.noise_std and (scale or getattr(gate, "noise", None)):
+        noise, scale = (getattr(gate, f"noise{end}", None) for end in ("", "_scale"))
+        if noise == "uniform" or scale == 0:
+            raise ValueError("LoadLoss: the gate needs gaussian noise; see its formula")
+        if noise is not None and scale != self.noise_std:
             raise ValueError(
-                f"LoadLoss: noise_std={self.noise_std} must be the noise_scale of the "
-                f"gate, which is {scale}; give both the same"
+                f"LoadLoss: noise_std={self.noise_std} and noise_scale={scale} of the "
+                "gate differ; leave both out (1/E), or set both to one number"
             )
 
     def compute(

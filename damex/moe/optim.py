@@ -145,13 +145,13 @@ class ChainedOptimizer(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the second optimizer."""
-        if not hasattr(self, "optimizers"):  # while torch builds this one
-            super().add_param_group(param_group)
-            return
-        second = self.optimizers[1]
-        second.add_param_group(param_group)
-        self.param_groups.append(second.param_groups[-1])
+        """Refuse groups that belong to neither optimizer (ValueError)."""
+        if hasattr(self, "optimizers"):  # while torch builds it, they are missing
+            raise ValueError(
+                "ChainedOptimizer: a group that is added belongs to none of the two; "
+                "give all groups to the optimizers that it is made of"
+            )
+        super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load groups and state of both."""

@@ -19,7 +19,8 @@ class DenseToSparseGate(Gate):
     At a high tau all experts learn from all tokens; as it falls, more weights drop
     below the threshold and their experts are not computed (Nie et al. 2021, arXiv
     2112.14397; Nguyen et al. 2025, arXiv 2503.03213, eq. 12). The best expert of a
-    token (ties go to the lowest id) is always kept, and weights are not renormalized.
+    token, among those allowed (ties go to the lowest id), is always kept, and weights
+    are not renormalized.
 
     tau = start * (end / start)^p for the training progress p in [0, 1], which
     `begin_step` sets and the checkpoint stores, so that evaluation uses the last
@@ -102,11 +103,11 @@ class DenseToSparseGate(Gate):
                 "before each forward in training"
             )
         num_tokens, num_experts = logits_VE.shape
-        if self.threshold * num_experts >= 1:
+        if self.threshold * num_experts > 1:
             raise ValueError(
-                f"DenseToSparseGate: with {num_experts} experts, equal weights are "
-                f"below threshold={self.threshold}, so that none would be dense; set "
-                f"threshold below {1 / num_experts:.2g}"
+                f"DenseToSparseGate: equal weights of {num_experts} experts are below "
+                f"threshold={self.threshold}, so it would never be dense; set a "
+                f"threshold of {1 / num_experts:.2g} or less"
             )
         # Nguyen et al. 2025, eq. 12: softmax_i((b1_i' x + b0_i) / tau).
         weights_VE = torch.softmax(logits_VE / self.temperature, dim=-1)

@@ -303,7 +303,14 @@ def test_windows_are_drawn_as_one_image(monkeypatch, tmp_path):
     )
     monkeypatch.setattr(Visualizer, "get_current_instance", lambda: None)
     hook = MixtureVisualizationHook(draw=True, test_out_dir=str(tmp_path))
-    hook.before_run(SimpleNamespace(work_dir=tmp_path, timestamp="t"))
+    run = SimpleNamespace(work_dir=tmp_path, timestamp="t", world_size=2)
+    said: list[str] = []
+    run.logger = SimpleNamespace(warning=said.append)
+    hook.before_run(run)
+    assert said == [
+        "--show-dir: only the images (or windows) of the first of 2 processes are "
+        "drawn; draw in one process."
+    ]
     samples = []
     # One file in two datasets; one name in two folders.
     images = [("x", "a"), ("x", "b"), ("x", "c"), ("y", "c"), ("y", "cam/c")]

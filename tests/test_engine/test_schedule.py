@@ -76,7 +76,7 @@ def test_a_checkpoint_holds_the_resolved_moe(make_runner):
 
 @pytest.mark.parametrize("epoch", ["val", "test"])
 def test_tokens_are_counted_in_evaluation_and_nowhere_else(build, epoch):
-    runner, hook = SimpleNamespace(model=build(moe=MOE)), TrainingStepHook()
+    runner, hook = SimpleNamespace(model=build(moe=MOE), hooks=[]), TrainingStepHook()
     assert not runner.model.counts_tokens
     getattr(hook, f"before_{epoch}_epoch")(runner)
     assert runner.model.counts_tokens
@@ -85,7 +85,8 @@ def test_tokens_are_counted_in_evaluation_and_nowhere_else(build, epoch):
 
 
 def test_a_dense_model_of_mmdet_is_left_alone():
-    runner = SimpleNamespace(model=torch.nn.Linear(1, 1), iter=0, max_iters=1)
+    model = torch.nn.Linear(1, 1)
+    runner = SimpleNamespace(model=model, iter=0, max_iters=1, hooks=[])
     hook, checkpoint = TrainingStepHook(), dict(meta={})
     hook.before_train_iter(runner, batch_idx=0)
     hook.before_val_epoch(runner)

@@ -175,7 +175,6 @@ def test_images_are_prepared_as_in_the_training(save, kind):
             np.testing.assert_allclose(pixels, expected, atol=1e-6)
 
 
-# An export takes half a minute, the same graph in torch a second.
 def test_a_masked_canvas_of_another_size(save):
     """The canvas is as large as the longest side, in whole strides."""
     graph, detector = graph_of(

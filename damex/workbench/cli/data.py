@@ -54,8 +54,8 @@ def check(
         coco: A COCO file to check instead.
         images: The image folder of --coco.
         json: Write all findings to this file.
-        quick: Decode only images that look cut off, and compare none, as in the check
-            before each training.
+        quick: Decode only images that look cut off, and find no copies among images, as
+            in the check before each training.
         examples: Number of findings to print of each kind.
     """
 

@@ -49,10 +49,11 @@ def test_limits_of_the_temperature():
 
 
 def test_the_best_expert_is_kept_below_the_threshold():
-    gate = at(1e8, threshold=0.9)
-    # weights all 1/3: the difference shows in the logits only; ties to the lowest id
+    """Where experts of another group have all the weight; ties to the lowest id."""
     logits = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.0, 0.0], [0.0, 2.0, 2.0]])
-    assignment = gate(logits)
+    logits = torch.cat([logits, torch.full((3, 1), 99.0)], dim=1)
+    allowed = torch.tensor([True, True, True, False]).expand(3, 4)
+    assignment = at(1.0, threshold=0.25)(logits, allowed_VE=allowed)
     assert assignment.token_index_R.tolist() == [1, 2, 0]
     assert assignment.expert_index_R.tolist() == [0, 1, 2]
 
