@@ -1,5 +1,5 @@
 # make quickstart   install, then train and evaluate a small detector on the CPU
-# make test         install, then run the fast tests: 8 minutes on 2 cores
+# make test         install, then run the fast tests: 8 to 25 minutes on 2 cores
 # make test-slow    install, then run the rest: whole commands, the papers' studies
 # make test-hf      install the extra hf, too, then test detectors of Transformers
 # make test-all     install, then run all tests
