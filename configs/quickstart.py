@@ -21,5 +21,5 @@ train_dataloader = dict(
 )
 val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
 test_dataloader = val_dataloader
-max_epochs = 3  # 900 iterations, six to eleven minutes on two cores
+max_epochs = 3  # 900 iterations, six to fifteen minutes on two cores
 optim_wrapper = dict(optimizer=dict(lr=0.0016))
