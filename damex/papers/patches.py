@@ -68,7 +68,7 @@ def real_patches(
     return ((top < rows_B).unsqueeze(2) & (left < columns_B).unsqueeze(1)).flatten(1)
 
 
-BORDERS = ("zeros", "neighbors")
+BORDERS = ("zeros", "neighbours")
 
 
 class PatchConvExperts(nn.Module):
@@ -82,7 +82,7 @@ class PatchConvExperts(nn.Module):
         patch_size: Side of a patch in cells, or (height, width).
         kernel_size: K, odd. 1 needs fewer parameters (pMoE on CIFAR-10).
         border: What a kernel sees outside of its patch: 'zeros', so that patches are
-            independent as in the theory of pMoE, or 'neighbors', the actual map:
+            independent as in the theory of pMoE, or 'neighbours', the actual map:
             experts that get all patches with weight 1 then equal a dense convolution,
             and pretrained kernels keep their meaning.
     """
@@ -97,7 +97,7 @@ class PatchConvExperts(nn.Module):
         *,
         patch_size: int | tuple[int, int],
         kernel_size: int = 3,
-        border: Literal["zeros", "neighbors"] = "zeros",
+        border: Literal["zeros", "neighbours"] = "zeros",
     ) -> None:
         super().__init__()
         self.patch_size = _as_pair(patch_size)
@@ -138,7 +138,7 @@ class PatchConvExperts(nn.Module):
     @property
     def halo(self) -> int:
         """Cells of the neighbors around a patch that a row includes."""
-        return self.kernel_size // 2 if self.border == "neighbors" else 0
+        return self.kernel_size // 2 if self.border == "neighbours" else 0
 
     @property
     def embed_dims(self) -> int:

@@ -156,7 +156,7 @@ PMOE = dict(
     layers=dict(backbone=[3]),
     num_experts=4,
     gate=dict(type="ExpertChoiceGate", share=0.5),
-    experts=dict(type="PatchConvExperts", patch_size=1, border="neighbors"),
+    experts=dict(type="PatchConvExperts", patch_size=1, border="neighbours"),
 )
 DAMEX_ON_PATCHES = {
     **PMOE,

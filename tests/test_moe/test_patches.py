@@ -77,7 +77,7 @@ def masked_reference(moe, map_BCHW, record):
     for expert in range(moe.num_experts):
         weight_OCKK = bank.weight_EOCKK[expert]
         padding = bank.kernel_size // 2
-        if bank.border == "neighbors":
+        if bank.border == "neighbours":
             # cells that hang over are cut off at the end
             pad = [-side % p for side, p in zip(size, bank.patch_size, strict=True)]
             whole = functional.pad(map_BCHW, (0, pad[1], 0, pad[0]))
@@ -90,7 +90,7 @@ def masked_reference(moe, map_BCHW, record):
     return merge_patches(torch.cat(outs, dim=2), size)
 
 
-@pytest.mark.parametrize("border", ["zeros", "neighbors"])
+@pytest.mark.parametrize("border", ["zeros", "neighbours"])
 @pytest.mark.parametrize("kernel_size", [1, 3])
 @pytest.mark.parametrize(
     "gate",

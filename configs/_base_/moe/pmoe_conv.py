@@ -9,5 +9,5 @@ moe = dict(
     num_experts=8,
     router=dict(type="LinearRouter", init_std=0.0001),
     gate=dict(type="ExpertChoiceGate", share=0.125, mean_one=True),
-    experts=dict(type="PatchConvExperts", patch_size=2, border="neighbors"),
+    experts=dict(type="PatchConvExperts", patch_size=2, border="neighbours"),
 )

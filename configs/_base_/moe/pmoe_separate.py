@@ -11,7 +11,7 @@ moe = dict(
     num_experts=8,
     router=dict(type="LinearRouter"),
     gate=dict(type="ExpertChoiceGate", share=0.125, weights="one"),
-    experts=dict(type="PatchConvExperts", patch_size=2, border="neighbors"),
+    experts=dict(type="PatchConvExperts", patch_size=2, border="neighbours"),
     losses=[dict(type="SeparateRouterLoss")],
     router_warmup=dict(share=0.1),
 )
