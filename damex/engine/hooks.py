@@ -97,12 +97,11 @@ class TrainingStepHook(Hook):
         if runner.rank == 0 and outputs and "loss" in outputs:
             wrapper = runner.optim_wrapper
             # A fixed scale, as of bfloat16, would skip all further steps.
-            is_fixed = getattr(wrapper, "_scale_update_param", None) is not None
-            scaler = None if is_fixed else getattr(wrapper, "loss_scaler", None)
-            norm = 0.0
-            if is_fixed and wrapper._scale_update_param == 1.0:  # nothing to overflow
+            fixed, norms = getattr(wrapper, "_scale_update_param", None), None
+            scaler = getattr(wrapper, "loss_scaler", None) if fixed is None else None
+            if fixed == 1.0:  # so that no gradient overflows; known with clip_grad
                 norms = runner.message_hub.log_scalars.get("train/grad_norm")
-                norm = 0.0 if norms is None else norms.current()  # of clip_grad
+            norm = 0.0 if norms is None else norms.current()
             check_losses(outputs, scaler, iteration=runner.iter + 1, grad_norm=norm)
 
     def before_val_epoch(self, runner: Runner) -> None:

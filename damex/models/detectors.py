@@ -31,10 +31,7 @@ from damex.models.build import resolved_moe
 from damex.models.config import MoEConfig, read_moe
 from damex.models.context import RoutingContext, checkpoint_layers, take_num_cp
 from damex.models.dataset_awareness import build_awareness
-from damex.models.dataset_classifier import (
-    class_scores,
-    restrict_to_predicted_group,
-)
+from damex.models.dataset_classifier import class_scores, restrict_to_predicted_group
 from damex.models.detection_losses import DenseQueryLoss, balanced_images, ignoring
 from damex.models.expert_parallel import missing_passes
 from damex.models.insertion import EXTENSIONS, counts_foreground, insert_moe, moe_blocks

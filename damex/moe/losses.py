@@ -165,9 +165,9 @@ class LoadLoss(RoutingLoss):
                 f"experts, got {type(gate).__name__}; use TopKGate without a capacity, "
                 "or LoadBalanceLoss or ImportanceLoss"
             )
-        noise, scale = (getattr(gate, f"noise{end}", None) for end in ("", "_scale"))
+        noise, scale = getattr(gate, "noise", None), getattr(gate, "noise_scale", None)
         if noise == "uniform" or scale == 0:
-            raise ValueError("LoadLoss: the gate needs gaussian noise; see its formula")
+            raise ValueError("LoadLoss: the gate needs noise='gaussian', above 0")
         if noise is not None and scale != self.noise_std:
             raise ValueError(
                 f"LoadLoss: noise_std={self.noise_std} and noise_scale={scale} of the "
