@@ -86,6 +86,7 @@ def completing(
     seeds: Seeds = (1, 2, 3, 4, 5),
     arms: tuple[str, ...] = (*ARMS, *LESSONS, "all_labels"),
     moe: str = "dense",
+    group: str | None = None,
     epochs: int = 2,
     work_dir: Path = Path("work_dirs/missing_labels"),
     jobs: Jobs = 2,
@@ -98,6 +99,7 @@ def completing(
         seeds: Random seeds, one training of each arm for each.
         arms: What to compare.
         moe: Mixture of experts, by the name of its config.
+        group: Group of both halves, which then share experts; default: one each.
         epochs: Length of an arm, in epochs of 300 iterations; an even number.
         work_dir: Folder of the runs.
         jobs: Trainings at a time.
@@ -109,8 +111,8 @@ def completing(
         raise ConfigError(f"--epochs must be even, for two halves, got {epochs}.")
     given = () if device is None else ("--device", device)
     lessons = [LESSONS[arm] for arm in arms if arm in LESSONS]
-    folder = work_dir / f"{moe}-{epochs}"
-    study = Study(halves, names, moe, epochs, lessons, folder, given)
+    folder = work_dir / "-".join([moe, *([group] if group else []), str(epochs)])
+    study = Study(halves, names, moe, group, epochs, lessons, folder, given)
     every = [Job(arm, seed) for seed in seeds for arm in arms]
     teachers = dict.fromkeys(
         Job(one.teacher, seed) for seed in seeds for one in lessons
@@ -133,6 +135,7 @@ class Study:
     halves: Path
     names: Sequence[str]
     moe: str
+    group: str | None
     epochs: int
     lessons: Sequence[Lesson]
     work_dir: Path
@@ -173,6 +176,8 @@ class Study:
             for number, name in enumerate(self.names):
                 settings[f"mixture.{number}.root"] = source / name
                 settings[f"mixture.{number}.name"] = name
+                if self.group:
+                    settings[f"mixture.{number}.group"] = self.group
             words = [f"{k}={v}" for k, v in {**settings, **options}.items()]
             run = ("--work-dir", str(folder), "--cfg-options", *words)
             run_damex(["train", CONFIG, *self.device, *run], verbose=False)
