@@ -70,26 +70,25 @@ RANGES: Mapping[str, Callable[[float], bool]] = MappingProxyType(
 
 
 def check_number(owner: str, expected: str, **options: float | None) -> None:
-    """Raise ValueError unless each option is None or in the range `expected`."""
+    """Raise ConfigError unless each option is None or in the range `expected`."""
     for name, value in options.items():
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
         if value is not None and not (is_number and RANGES[expected](value)):
-            raise ValueError(f"{owner}: {name} must be {expected}, got {value!r}")
+            raise ConfigError(f"{owner}: {name} must be {expected}, got {value!r}")
 
 
 def check_sizes(owner: str, **sizes: int) -> None:
-    """Raise ValueError unless all sizes are positive integers."""
+    """Raise ConfigError unless all sizes are positive integers."""
     for name, size in sizes.items():
         is_count = isinstance(size, numbers.Integral) and not isinstance(size, bool)
-        if not is_count:
-            raise ValueError(f"{owner}: {name} must be an integer, got {size!r}")
-        if size < 1:
-            raise ValueError(f"{owner}: {name} must be at least 1, got {size}")
+        if not is_count or size < 1:
+            expected = "an integer of 1 or more"
+            raise ConfigError(f"{owner}: {name} must be {expected}, got {size!r}")
 
 
 def check_choice(owner: str, choices: Iterable[str], **options: str) -> None:
-    """Raise ValueError unless each option is one of the choices."""
+    """Raise ConfigError unless each option is one of the choices."""
     names = [*choices]
     for name, value in options.items():
         if value not in names:
-            raise ValueError(f"{owner}: unknown {name} {value!r}; use one of {names}")
+            raise ConfigError(f"{owner}: unknown {name} {value!r}; use one of {names}")

@@ -507,7 +507,7 @@ def test_a_detector_is_asked_as_the_dataset_that_labels_the_class():
         classes=("cat", "dog", "bone"),
         datasets=dict(cats=("cat",), dogs=("dog", "bone"), pets=("dog",)),
         label_space=space,
-        mixture=[],
+        stored=SimpleNamespace(mixture=[]),
         stream=stream,
         tile_of=lambda names: 24 if names == ["cats"] else None,
     )
@@ -569,13 +569,17 @@ def commands(tmp_path, monkeypatch):
     def run(words, *, verbose):
         found.append([*words])
         if words[0] == "data":
-            labels = tmp_path / "run" / "completed" / "cats" / "train.json"
-            labels.parent.mkdir(parents=True)
-            labels.touch()
-            os.utime(labels, (2, 2))
+            for name in ("cats", "dogs"):
+                labels = tmp_path / "run" / "completed" / name / "train.json"
+                labels.parent.mkdir(parents=True)
+                labels.touch()
+                os.utime(labels, (2, 2))
             return
         folder = Path(words[words.index("--work-dir") + 1])
         folder.mkdir(parents=True, exist_ok=True)
+        roots = [word.partition("=")[2] or word for word in words[2:4]]
+        entries = [dict(root=root) for root in roots]
+        (folder / "cats-dogs.py").write_text(f"mixture = {entries}")
         (folder / "last_checkpoint").touch()
         (folder / "summary.json").write_text(json.dumps(dict(checkpoint="epoch_2.pth")))
 
@@ -586,9 +590,9 @@ def commands(tmp_path, monkeypatch):
 def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     """Repeated, it keeps what is finished, and resumes what is not."""
     options = ["mixture.0.rename={cat: kitty}", "mixture.1.weight=2.0", "moe=dense"]
+    options.append(option_of("work_dir", str(tmp_path / "run")))
     settings = dict(data=[*folders.values()], model=None, device="cpu")
-    settings.update(work_dir=str(tmp_path / "run"), cfg_options=options)
-    settings["tile"] = ["cats=32"]
+    settings.update(work_dir=None, cfg_options=options, tile=["cats=32"])
     (tmp_path / "run").mkdir()
     before = tmp_path / "run" / "last_checkpoint"  # of a training on the folders
     before.touch()
@@ -602,17 +606,21 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     out = ["--out", str(tmp_path / "run" / "completed")]
     # No --data: the datasets as they were trained, with their splits.
     assert between == ["data", "complete", str(teacher), *out, "--device", "cpu"]
-    done = [f"{name}={tmp_path / 'run' / 'completed' / name}" for name in folders]
-    assert second[2:4] == done
-    assert first[-3:] == options
+    completed = tmp_path / "run" / "completed"
+    assert second[2:4] == [str(completed / name) for name in folders]
+    assert first[-4:] == options
     seen = ["mixture.0.tile=32", option_of("load_from", str(teacher))]
-    assert second[-4:] == [*options[1:], *seen]
+    assert second[-5:] == [*options[1:], *seen]
     train_completed(**settings, epochs=None)
     assert [{*one} - {*second} for one in commands[3:]] == [{"--resume"}]
     (teacher.parent / "summary.json").unlink()  # as if interrupted
     train_completed(**settings, epochs=None)
     assert {*commands[4]} - {*first} == {"--resume"}
-    labels = tmp_path / "run" / "completed" / "cats" / "train.json"
+    entries = [dict(root=root) for root in folders.values()]  # without --complete
+    (tmp_path / "run" / "cats-dogs.py").write_text(f"mixture = {entries}")
+    train_completed(**settings, epochs=None)
+    assert commands[-1] == second
+    labels = completed / "cats" / "train.json"
     os.utime(labels, (time.time() + 9,) * 2)  # wrong labels were deleted since
     train_completed(**settings, epochs=None)
     assert commands[-1] == second
@@ -627,6 +635,7 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
         (dict(data=["cats"]), "so nothing is missing"),
         (dict(cfg_options=["label_space=partitioned"]), "so nothing is missing"),
         (dict(rare=True), "of the other options, --model"),
+        (dict(cfg_options=["default_hooks.checkpoint=None"]), "goes on from check"),
         (dict(launcher="pytorch"), "For a config or several GPUs"),
     ],
 )

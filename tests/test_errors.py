@@ -57,7 +57,7 @@ def test_numbers_of_numpy_and_none_are_allowed():
 
 @pytest.mark.parametrize("size", [1.5, "two", None, True, math.nan])
 def test_a_size_is_an_integer(size):
-    with pytest.raises(ValueError, match="Gate: k must be an integer, got"):
+    with pytest.raises(ValueError, match="Gate: k must be an integer of 1 or"):
         check_sizes("Gate", k=size)
 
 

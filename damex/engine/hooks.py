@@ -17,7 +17,7 @@ from torch import nn
 from damex.datasets.mixture import mix_seed
 from damex.engine.checkpoint import not_finite
 from damex.engine.optimizer_state import NAMES, optimizer_of, parameter_names
-from damex.errors import ConfigError
+from damex.errors import check_number, check_sizes
 from damex.models.blocks import MoEFFN
 from damex.models.detectors import RoutedDetector
 from damex.models.insertion import moe_blocks
@@ -196,10 +196,7 @@ class ExpertMeanDecayHook(Hook):
     priority = "HIGH"  # before EMA hooks
 
     def __init__(self, decay: float) -> None:
-        if not decay >= 0.0:
-            raise ConfigError(
-                f"ExpertMeanDecayHook: decay must be 0 or more, got {decay!r}."
-            )
+        check_number("ExpertMeanDecayHook", ">= 0", decay=decay)
         self.decay = decay
 
     def after_train_iter(self, runner: Runner, *_: Any, **__: Any) -> None:
@@ -249,12 +246,8 @@ class RoutingAlarmHook(Hook):
         least_evenness: float = LEAST_EVENNESS,
         min_iters: int = 50,
     ) -> None:
-        if interval < 1 or min_iters < 1 or not 0 <= least_evenness < 1:
-            raise ConfigError(
-                "RoutingAlarmHook: interval and min_iters must be 1 or more and "
-                f"least_evenness in [0, 1), got {interval!r}, {min_iters!r} and "
-                f"{least_evenness!r}."
-            )
+        check_sizes("RoutingAlarmHook", interval=interval, min_iters=min_iters)
+        check_number("RoutingAlarmHook", "in [0, 1)", least_evenness=least_evenness)
         self.interval = interval
         self.least_evenness = least_evenness
         self.min_iters = min_iters

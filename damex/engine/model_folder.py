@@ -201,14 +201,15 @@ def _problem(content: Any) -> str | None:
     config, space = content.get("config"), content.get("label_space")
     if not isinstance(config, dict) or not all(key.isidentifier() for key in config):
         return "its 'config' is not a dict of settings"
-    if not _is_label_space(space):
+    if not is_label_space(space):
         return "its 'label_space' has no classes and datasets"
     if not isinstance(content.get("moe", {}), dict | None):
         return "its 'moe' is not a dict"
     return None
 
 
-def _is_label_space(space: Any) -> bool:
+def is_label_space(space: Any) -> bool:
+    """Whether a value has the form of `LabelSpace.to_metainfo`, as plain data."""
     if not isinstance(space, dict) or not _are_texts(space.get("classes")):
         return False
     rows = space.get("datasets")

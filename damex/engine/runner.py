@@ -102,7 +102,7 @@ class MixtureRunner(Runner):
 
     def __init__(self, model: Any, work_dir: str, **kwargs: Any) -> None:
         self.folder = WorkDir(work_dir)
-        self.signals: list[int] = []  # received in this run
+        self.signals: list[float] = []  # times of those received in this run
         with orderly_end(self):
             super().__init__(model, work_dir, **kwargs)
 

@@ -16,6 +16,7 @@ import signal
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 # Errors of scipy's matching if predictions are not finite.
 MATCHING = ("matrix contains invalid numeric entries", "cost matrix is infeasible")
+ECHO = 1.0  # seconds in which a parent process may pass on a signal that it got, too
 
 
 class WorkDir:
@@ -192,10 +194,11 @@ def orderly_end(runner: MixtureRunner) -> Iterator[None]:
 def _interruptible(runner: MixtureRunner) -> Iterator[None]:
     """Let the first Ctrl-C or SIGTERM stop a run after its iteration.
 
-    The runner gets the signal in ``signals``, and reads it whenever it calls hooks: in
-    between, an exception could leave a queue of a data worker locked. The second one
-    has its usual effect, and so has the first before the run has begun. Under torchrun
-    SIGTERM keeps its default, as processes that wait in C++ must end, too.
+    The runner gets its time in ``signals``, and reads it whenever it calls hooks: in
+    between, an exception could leave a queue of a data worker locked. One that comes
+    `ECHO` later has its usual effect, and so has the first before the run has begun.
+    Under torchrun SIGTERM keeps its default, as processes that wait in C++ must end,
+    too.
     """
     owner = os.getpid()
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
@@ -207,9 +210,10 @@ def _interruptible(runner: MixtureRunner) -> Iterator[None]:
             if number == signal.SIGTERM:
                 os._exit(128 + number)
             return
-        runner.signals.append(number)
-        for one in taken:
-            signal.signal(one, usual[one])
+        runner.signals.append(time.monotonic())
+        if runner.signals[-1] - runner.signals[0] > ECHO:
+            signal.signal(number, usual[number])
+            signal.raise_signal(number)
         if not runner.has_begun:
             raise KeyboardInterrupt
 

@@ -274,7 +274,7 @@ class TransformersDetector(BaseDetector):
         height, width = images.shape[-2:]
         if self.windows > 1 and height != width:
             raise DataError(
-                f"an image is padded to {width} x {height} pixels, and the windows of "
+                f"it is padded to {width} x {height} pixels, and the windows of "
                 "this backbone need squares; put dict(type='Pad', size=(SIDE, SIDE)) "
                 "behind Resize in all pipelines."
             )

@@ -105,15 +105,16 @@ class Predictor:
     Attributes:
         can_tell: Whether the detector predicts the dataset of an image.
         auto_note: What ``dataset="auto"`` cannot do for this detector, or None.
+        stored: The checkpoint.
     """
 
     def __init__(
         self, checkpoint: str | Path, *, device: str | None = None, trust: bool = False
     ) -> None:
-        self._stored = DetectorCheckpoint.read(str(checkpoint), trust=trust)
-        self.tile_of = self._stored.tile_of
-        self._detector = self._stored.build(device or get_device())
-        self.label_space = space = self._stored.space
+        self.stored = DetectorCheckpoint.read(str(checkpoint), trust=trust)
+        self.tile_of = self.stored.tile_of
+        self._detector = self.stored.build(device or get_device())
+        self.label_space = space = self.stored.space
         self.classes = space.classes
         self.datasets = {
             name: tuple(space.classes[label] for label in space.valid_labels(number))
@@ -121,7 +122,7 @@ class Predictor:
         }
         self.can_tell = classifies_datasets(self._detector)
         self.auto_note = self._auto_note(checkpoint)
-        self._inputs = Inputs(self._stored.pipeline)
+        self._inputs = Inputs(self.stored.pipeline)
         self._lock = threading.Lock()  # a step leaves its routes in the detector
 
     def _auto_note(self, checkpoint: str | Path) -> str | None:
@@ -144,11 +145,6 @@ class Predictor:
                     "it sees whole images: name the dataset, or the side (tile)."
                 )
         return printable(" ".join(notes)) if notes else None
-
-    @property
-    def mixture(self) -> list[dict[str, Any]]:
-        """The ``mixture`` entries of the training."""
-        return self._stored.mixture
 
     def __call__(
         self, images: Picture | Iterable[Picture], **options: Any
@@ -204,16 +200,19 @@ class Predictor:
         is seen as in it.
         """
         check_sizes("Predictor", batch_size=batch_size)
-        chosen = [
-            {"tile": self.tile_of([one.get("name", "")]), **one}
-            for one in entries or self._stored.mixture
-        ]
+        entries = entries or self.stored.mixture
+        if not entries:
+            raise ConfigError(
+                f"the config in {self.stored.path} has no mixture to evaluate on; name "
+                "the folder of a dataset."
+            )
+        chosen = [{"tile": self.tile_of([one["name"]]), **one} for one in entries]
         dataset = dict(
             type="MixtureDataset",
             datasets=chosen,
             split=split,
             test_mode=True,
-            pipeline=self._stored.pipeline,
+            pipeline=self.stored.pipeline,
             label_space=self.label_space.to_metainfo(),
         )
         sampler = dict(type="DefaultSampler", shuffle=False)
@@ -223,7 +222,7 @@ class Predictor:
         with self._lock:
             self._detector.counts_tokens = classwise
             try:
-                return self._stored.evaluate(
+                return self.stored.evaluate(
                     self._detector, loader, label="evaluation", classwise=classwise
                 )
             finally:
@@ -256,7 +255,7 @@ class Predictor:
                     try:
                         sample = self._through_windows(one, chosen, side, batch_size)
                     except DataError as error:
-                        self._refuse(one, error, skip)
+                        _refuse(error, skip)
                         continue
                     if whole is not None:  # it tells the dataset, not a window
                         posterior = whole.metainfo.get("group_posterior", ())
@@ -274,16 +273,7 @@ class Predictor:
                 for one in batch:
                     yield from self._run_each([one], choice, skip)
                 return
-            self._refuse(batch[0], error, skip)
-
-    @staticmethod
-    def _refuse(one: Mapping[str, Any], error: DataError, skip: Skip) -> None:
-        """Name the image in an error, for `skip` or for the caller."""
-        path = one["data_samples"].metainfo.get("img_path")
-        named = DataError(f"{path or 'an image'}: {error}")
-        if skip is None:
-            raise named from error
-        skip(named)
+            _refuse(error, skip)
 
     def _run(self, batch: Sequence[Mapping[str, Any]], choice: _Choice) -> list[Any]:
         """Run the detector; returns data samples."""
@@ -341,9 +331,7 @@ class Predictor:
                     packed["data_samples"].set_metainfo(choice.meta)
                     yield packed
             except DataError as error:
-                if skip is None:
-                    raise
-                skip(error)
+                _refuse(error, skip)
 
     def _prediction(
         self, sample: Any, choice: _Choice, min_score: float, image: np.ndarray | None
@@ -376,3 +364,10 @@ class Predictor:
             frame=sample.img_id if path is not None and is_video(path) else None,
             image=image,
         )
+
+
+def _refuse(error: DataError, skip: Skip) -> None:
+    """Pass the error of an image to `skip`, or raise it."""
+    if skip is None:
+        raise error
+    skip(error)

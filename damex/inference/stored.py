@@ -23,6 +23,7 @@ from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import is_tile, parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
+from damex.engine.model_folder import is_label_space
 from damex.engine.resumption import EVALUATED
 from damex.engine.summary import PREFIX, class_scores, scores_of, summarise
 from damex.errors import ConfigError, DataError, printable
@@ -83,6 +84,11 @@ class DetectorCheckpoint:
                 f"the checkpoint {path} is of a training without a mixture and lists "
                 "no datasets with their classes; use mmdet's own tools."
             )
+        if not is_label_space(meta["dataset_meta"]):
+            raise DataError(
+                f"the checkpoint {path} is damaged: the classes and datasets of its "
+                "metadata (dataset_meta) do not fit together."
+            )
         config = read_literals(meta["cfg"], where=path)
         model = config.get("model")
         if not isinstance(model, dict):
@@ -119,7 +125,8 @@ class DetectorCheckpoint:
     def mixture(self) -> list[dict[str, Any]]:
         """The checked ``mixture`` entries of the config; empty if it has none."""
         entries = self.checked("mixture")
-        return entries if isinstance(entries, list) else []
+        entries = entries if isinstance(entries, list) else []
+        return [one for one in entries if isinstance(one, dict) and one.get("name")]
 
     def build(self, device: str = "cpu") -> RoutedDetector:
         """Build the detector with its weights, in eval mode.

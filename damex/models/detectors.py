@@ -42,6 +42,7 @@ from damex.models.queries import (
     check_cells,
     encoder_foreground,
     ids_of,
+    naming_images,
     query_foreground,
     real_query_mask,
     valid_ratio_of,
@@ -317,6 +318,7 @@ class RoutedDetector(_Detector):
                 groups_B, boxes=boxes, valid_ratio_B2=ratio_B2, gates=gates
             ),
             awareness.step(self.bbox_head, samples) if awareness else nullcontext(),
+            naming_images(samples),
         ):
             yield
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -100,11 +101,23 @@ def check_cells(cells: int, num_queries: int) -> None:
     """Raise a DataError if feature maps have fewer cells than queries are selected."""
     if cells < num_queries:
         raise DataError(
-            f"an image has {cells} feature map cells, fewer than model.num_queries="
-            f"{num_queries}: it is too small or elongated. Pad images to one canvas "
+            f"it has {cells} feature map cells, fewer than model.num_queries="
+            f"{num_queries}: too small or elongated. Pad images to one canvas "
             "with model.data_preprocessor.pad_size_divisor=<longest side in pixels>, "
             "or lower num_queries."
         )
+
+
+@contextmanager
+def naming_images(samples: Sequence[Any] | None) -> Iterator[None]:
+    """Begin a DataError with a file of the batch, whose images have one shape."""
+    try:
+        yield
+    except DataError as error:
+        paths = (sample.metainfo.get("img_path") for sample in samples or ())
+        first, *others = dict.fromkeys(paths) or [None]  # windows share a path
+        more = f" and {len(others)} more of its batch" if others else ""
+        raise DataError(f"{first or 'an image'}{more}: {error}") from error
 
 
 def boxes_of(samples: Sequence[Any]) -> list[Tensor]:

@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -73,7 +74,7 @@ class Evaluation:
     def __str__(self) -> str:
         rows = [(name, row["ap"], row["ap50"]) for name, row in self.datasets.items()]
         rows.append(("mean", self.mean_ap, self.mean_ap50))
-        width = max(len(name) for name, *_ in rows)
+        width = max(len("dataset"), *(len(name) for name, *_ in rows))
         lines = [f"{'dataset':{width}}     AP   AP50"]
         for name, *scores in rows:
             shown = ("-" if score is None else f"{score:.3f}" for score in scores)
@@ -88,13 +89,14 @@ class TrainedRun:
     Attributes:
         work_dir: Folder of the run.
         config: The complete config; ``tools/train.py CONFIG`` repeats the training.
-        checkpoint: The checkpoint with the best mean AP, else the last one.
+        checkpoint: The checkpoint with the best mean AP, else the last one; None if the
+            config saves none.
         evaluation: Scores of the last evaluation.
     """
 
     work_dir: Path
     config: Path
-    checkpoint: Path
+    checkpoint: Path | None
     evaluation: Evaluation
 
     def __str__(self) -> str:
@@ -195,7 +197,7 @@ def _data_words(data: Any) -> list[str]:
 
 def run_damex(words: Sequence[str], *, verbose: bool) -> None:
     """Run damex, printing its lines as they come; its errors are raised here."""
-    last: list[str] = []
+    last = deque[str](maxlen=30)
     # Set in notebooks, these make a bar of control codes out of every line.
     forced = ("FORCE_COLOR", "TTY_COMPATIBLE")
     with subprocess.Popen(
@@ -206,15 +208,18 @@ def run_damex(words: Sequence[str], *, verbose: bool) -> None:
         text=True,
         errors="replace",
     ) as process:
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                last = [*last[-30:], line.rstrip()]
+
+        def show() -> None:
+            for line in process.stdout or ():
+                last.append(line.rstrip())
                 if verbose:
                     print(line, end="", flush=True)
+
+        try:
+            show()
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)
-            process.wait()
+            show()  # it says how to continue
             raise
     if process.returncode == 0:
         return
@@ -230,7 +235,8 @@ def run_damex(words: Sequence[str], *, verbose: bool) -> None:
 def _finished(folder: Path) -> TrainedRun:
     """Files of a finished training, as its summary names them."""
     summary = json.loads((folder / "summary.json").read_text("utf-8"))
-    config, checkpoint = folder / summary["config"], folder / summary["checkpoint"]
+    name, config = summary["checkpoint"], folder / summary["config"]
+    checkpoint = None if name is None else folder / name
     return TrainedRun(folder, config, checkpoint, Evaluation.of(summary))
 
 
@@ -285,10 +291,9 @@ class Detector:
     ) -> None:
         from damex.inference.predictor import Predictor
 
-        self.checkpoint, self._trust = Path(checkpoint), trust
-        path = os.fspath(checkpoint)
+        self.checkpoint = os.fspath(checkpoint)  # or the address of one
         with _quiet():
-            self._predictor = Predictor(path, device=device, trust=trust)
+            self._predictor = Predictor(self.checkpoint, device=device, trust=trust)
         self.classes = self._predictor.classes
         self.datasets = self._predictor.datasets
 
@@ -374,7 +379,7 @@ class Detector:
                     f"the detector knows no dataset {name!r}; set dataset= to one of "
                     f"{', '.join(self.datasets)}."
                 )
-            entries = [entry_of_folder(name, folder, self._predictor.mixture)]
+            entries = [entry_of_folder(name, folder, self._predictor.stored.mixture)]
         with _quiet():
             found = self._predictor.evaluate(
                 entries, split=split, batch_size=batch_size, classwise=classwise
@@ -410,7 +415,7 @@ class Detector:
         with _quiet():
             write_completed(
                 *(teacher, folders, Path(out)),
-                source=str(self.checkpoint),
+                source=self.checkpoint,
                 classes=classes,
                 min_score=min_score,
             )
@@ -438,9 +443,9 @@ class Detector:
         """
         from damex.workbench.export.export import write_export
 
-        files, trust = (str(self.checkpoint), os.fspath(path)), self._trust
+        stored, out = self._predictor.stored, os.fspath(path)
         with _quiet():
-            write_export(*files, dataset=dataset, image_size=image_size, trust=trust)
+            write_export(stored, out, dataset=dataset, image_size=image_size)
         return Path(path)
 
     def card(
@@ -464,10 +469,9 @@ class Detector:
                 config has values that are not of JSON.
             DataError: If the config has more than damex accepts without ``trust``.
         """
-        from damex.inference.stored import DetectorCheckpoint
         from damex.workbench.card import write_card
 
         with _quiet():
-            stored = DetectorCheckpoint.read(str(self.checkpoint), trust=self._trust)
+            stored = self._predictor.stored
             write_card(stored, Path(out), license_text, data_licenses or {})
         return Path(out)

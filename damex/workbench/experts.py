@@ -159,7 +159,11 @@ def record_routes(
         # Images of one shape share a forward pass.
         for _, alike in groupby(loaded, lambda one: one[1]["inputs"].shape):
             while batch := list(islice(alike, batch_size)):
-                detect(detector, [packed for _, packed in batch])
+                try:
+                    detect(detector, [packed for _, packed in batch])
+                except DataError as error:  # too few cells for its queries
+                    routes.problems.append(str(error))
+                    continue
                 for name, record in records.items():
                     _count(routes, name, record, [row for row, _ in batch], rows)
     if not routes.served:
@@ -219,7 +223,7 @@ class LayerUse:
         seen_RE = share_RE[tally.tokens_G > 0]
         self.name, self.unused = name, tally.unused
         self.share_RE, self.load_E = share_RE.numpy(), seen_RE.mean(0).numpy()
-        self.entropy = float(entropy(seen_RE.mean(0)))
+        self.entropy = max(0.0, float(entropy(seen_RE.mean(0))))
         self.most_entropy = math.log(seen_RE.shape[1])  # of a uniform load
         # Of row and expert, rows weighted equally; and the most that it can be.
         self.information = max(0.0, float(mutual_information(seen_RE)))

@@ -433,6 +433,7 @@ SETTINGS = {
     "model.backbone=None": "should be a dict, .*NoneType",
     "param_scheduler.0.end=-1": "end should be larger than begin",
     "mixture=None": "mixture is None or missing, and train_dataloader has a Mixture",
+    "val_evaluator.max_dets=0": "max_dets must be an integer of 1 or more, got 0",
     "data_check=slow": "data_check must be one of",
     "console=verbose": r"console must be one of \('progress', 'full'\), got 'verbose'",
     "log_level=LOUD": r"log_level must be one of \('DEBUG', ",

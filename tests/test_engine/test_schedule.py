@@ -173,5 +173,5 @@ def test_the_ffn_of_a_dense_phase_does_not_decay(decay_once):
 
 
 def test_a_negative_decay_is_refused():
-    with pytest.raises(ConfigError, match="decay must be 0 or more, got -1"):
+    with pytest.raises(ConfigError, match="decay must be >= 0, got -1"):
         ExpertMeanDecayHook(-1)

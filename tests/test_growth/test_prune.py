@@ -199,7 +199,11 @@ def test_the_merged_detector_is_tested_as_by_damex_test(
 ):
     old, out = save(mixture), tmp_path / "merged.pth"
     words = ["merge", str(old), "--datasets", "street", "sky", "--out", str(out)]
-    assert main(words) == 0
+    (tmp_path / "park").rename(tmp_path / "away")
+    assert main(words) == 2
+    assert "To merge without AP: --no-test." in capsys.readouterr().err
+    (tmp_path / "away").rename(tmp_path / "park")
+    assert main(words) == 0  # nothing is in the way
     rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines()]
     table = {row[0].strip("| "): row[2] for row in rows if len(row) == 4}
     cfg = Config.fromfile(out.with_suffix(".py"))

@@ -286,3 +286,9 @@ def test_a_finished_training_names_its_own_checkpoint(tmp_path):
         tmp_path / "epoch_2.pth",
         tmp_path / "mine.py",
     )
+    summary |= dict(checkpoint=None, datasets={"a": dict(ap=0.5, ap50=0.75)})
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    run = api._finished(tmp_path)
+    assert run.checkpoint is None
+    header, row, _ = str(run.evaluation).splitlines()
+    assert [header.index("AP") + 2, len(header)] == [row.index(".500") + 4, len(row)]

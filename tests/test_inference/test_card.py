@@ -266,7 +266,10 @@ def test_the_placement_of_experts_is_in_the_card(save, tmp_path):
 
 
 def test_from_python(save, photos, tmp_path):
-    detector = damex.load(save(), device="cpu")
+    """The weights that it predicts with, whatever became of their file."""
+    checkpoint = save()
+    detector = damex.load(checkpoint, device="cpu")
+    checkpoint.unlink()
     folder = detector.card(
         tmp_path / "new", license_text="MIT", data_licenses={"sky": "CC0"}
     )
@@ -276,6 +279,8 @@ def test_from_python(save, photos, tmp_path):
     again = damex.load(folder, device="cpu")
     assert again.datasets == detector.datasets
     assert len([*again.predict(photos)]) == 3
+    with pytest.raises(ConfigError, match="has no mixture"):
+        again.evaluate()
 
 
 @pytest.mark.parametrize(

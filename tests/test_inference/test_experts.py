@@ -183,11 +183,13 @@ def test_experts_of_datasets_that_are_not_shown_are_no_collapse(
     assert ("warning: " in said.out) == (losses == [])
 
 
-def test_broken_images_are_listed(experts, photos):
+def test_images_that_cannot_be_used_are_listed(experts, photos):
     (photos / "broken.png").write_text("no image")
-    status, said, out = experts("--images", photos)
+    Image.new("RGB", (400, 8)).save(photos / "thin.png")
+    status, said, out = experts("--images", photos, num_queries=70)
     assert status == 1
     assert "broken.png is not an image that can be read." in said.out
+    assert "thin.png: it has " in said.out
     assert out.is_file()
 
 

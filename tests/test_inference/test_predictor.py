@@ -42,6 +42,16 @@ def test_classes_and_datasets_travel_in_the_checkpoint(predictor):
     assert predictor.can_tell
 
 
+@pytest.mark.parametrize("change", [dict(datasets=5), dict(classes=("car",))])
+def test_datasets_that_do_not_fit_together_are_refused(save, change):
+    path = save()
+    content = torch.load(path, weights_only=False)
+    content["meta"]["dataset_meta"] |= change
+    torch.save(content, path)
+    with pytest.raises(DataError, match="is damaged: the classes and datasets"):
+        Predictor(path)
+
+
 def test_auto_looks_for_the_classes_of_the_most_probable_dataset(predictor, photos):
     seen = everything(predictor, sorted(photos.rglob("*.*")))
     assert len(seen) == 3
@@ -217,7 +227,7 @@ def test_images_with_too_few_cells_are_left_out(save, photos, options):
     seen = [*predictor.stream(paths, **options, skip=problems.append)]
     assert [one.path.name for one in seen] == ["a.png", "b.jpg"]
     (problem,) = map(str, problems)
-    assert problem.startswith(f"{photos / 'thin.png'}: an image has ")
+    assert problem.startswith(f"{photos / 'thin.png'}: it has ")
     assert "feature map cells, fewer than" in problem
 
 
@@ -263,7 +273,7 @@ def test_the_only_dataset_is_looked_for(save, photos):
         (np.zeros((1, 4000, 3), np.uint8), {}, r"array \(4000 x 1 px\) cannot be re"),
         ("{folder}", {}, "photos is a folder; give the files in it"),
         ("{folder}/a.png", dict(dataset="prak"), "no dataset 'prak'; .* 'park'"),
-        ("{folder}/a.png", dict(batch_size=0), "batch_size must be at least 1, got 0"),
+        ("{folder}/a.png", dict(batch_size=0), "batch_size must be an int.* got 0"),
         ("{folder}/a.png", dict(min_score=1.5), r"min_score must be in \[0, 1\]"),
         ("{folder}/a.png", dict(min_score=np.nan), "min_score must be .* got nan"),
     ],
@@ -417,7 +427,7 @@ def test_windows_that_datasets_do_not_share_are_said(
 def test_evaluation_looks_as_the_training_did(with_mixture, monkeypatch):
     tiled = with_mixture([dict(name="street", tile=40), dict(name="park")])
     monkeypatch.setattr(
-        type(tiled._stored), "evaluate", lambda self, detector, loader, **_: loader
+        type(tiled.stored), "evaluate", lambda self, detector, loader, **_: loader
     )
     street, park = dict(name="street", root="a"), dict(name="park", root="b")
     loader = tiled.evaluate([street, dict(street, tile=None), park])

@@ -89,7 +89,8 @@ def test_an_image_with_fewer_cells_than_queries_is_named(
     """32 x 64 at strides 8, 16, 32: 32 + 8 + 2 cells, and 50 queries."""
     detector, batch = build(), make_batch([0, 0], sizes=[(64, 64), (32, 64)])
     detector.data_preprocessor.pad_size_divisor = 32
-    with pytest.raises(DataError, match=r"42 feature map cells, fewer than .*=50: "):
+    batch["data_samples"][1].set_metainfo(dict(img_path="thin.png"))
+    with pytest.raises(DataError, match=r"thin\.png: it has 42 .*fewer than .*=50: "):
         run_predict(detector, batch)
 
 

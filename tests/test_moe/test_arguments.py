@@ -63,7 +63,7 @@ def multiply(width=8, **options):
 
 
 CASES = [
-    (lambda: FFNExperts(0, 4, 8), "num_experts must be at least 1, got 0"),
+    (lambda: FFNExperts(0, 4, 8), "num_experts must be an integer of 1 or more, got 0"),
     (lambda: FFNExperts(2, 4, 8, activation="swish"), "activation 'swish'.*'silu'"),
     (lambda: FFNExperts(2, 4, 8, backend="cutlass"), "unknown backend 'cutlass'"),
     (lambda: LowRankExperts(3, 8, 9), "rank must be at most embed_dims=8, .*got 9"),

@@ -166,13 +166,6 @@ def is_kept_apart(name: str, datasets: Collection[str]) -> bool:
     return bool(slash) and prefix in datasets
 
 
-def any_missing(space: LabelSpace) -> bool:
-    """Whether a dataset lacks a class that is not kept apart."""
-    shared = [n for n in space.classes if not is_kept_apart(n, space.dataset_names)]
-    every = (mapping.values() for mapping in space.dataset_classes)
-    return any({*shared} - {*names} for names in every)
-
-
 def near_misses(rows: Rows, datasets: Collection[str]) -> list[str]:
     """Pairs of classes of the mixture with nearly the same name."""
     names = [name for name in rows if not is_kept_apart(name, datasets)]

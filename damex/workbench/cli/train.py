@@ -18,7 +18,7 @@ from mmengine.runner import Runner
 from torch import cuda
 
 import damex.registry  # noqa: F401  (first: it keeps mmdet silent)
-from damex.config_files import merge_options
+from damex.config_files import merge_options, read_part
 from damex.datasets.spec import parse_mixture
 from damex.datasets.tiles import joined_records
 from damex.engine.config import (
@@ -32,7 +32,7 @@ from damex.files import write_json
 from damex.options import option_of
 from damex.workbench.api import run_damex
 from damex.workbench.check.domains import Pair, has_experts, share_experts
-from damex.workbench.check.labels import any_missing, class_notes
+from damex.workbench.check.labels import class_notes
 from damex.workbench.zero_config import config_of_folders, named_folders, run_name
 
 # The completed datasets have the classes of the mixture, and folders of their own.
@@ -55,6 +55,11 @@ def train(
 ) -> None:
     """Train as mmdet's ``tools/train.py`` does; options as in ``damex train``."""
     if (config is None) == (not data):
+        if resume and resume[0].endswith(".py"):
+            raise ConfigError(
+                f"--resume takes {resume[0]} for its checkpoint; write: damex train "
+                f"{resume[0]} --resume"
+            )
         raise ConfigError(
             "train takes either a CONFIG or --data FOLDER..., as in damex train "
             "quickstart. See damex train --help."
@@ -258,11 +263,11 @@ def train_completed(
             "GPUs, run damex train, damex data complete and damex train one by one."
         )
     folders = named_folders(data)
-    base = Path(work_dir or f"work_dirs/{run_name(folders)}")
     start = config_of_folders(folders, model or "tiny")
-    cfg = load_config(start, cfg_options=cfg_options)
+    cfg = load_config(start, work_dir=work_dir, cfg_options=cfg_options)
     set_tiles(cfg, tile)
     total, tiles = _checked(cfg, epochs)
+    base = Path(cfg.work_dir)
     teacher, completed = base / "teacher", base / "completed"
     words = dict(data=folders, model=model, epochs=total, tile=[*tile])
     words |= dict(options=[*cfg_options])
@@ -270,37 +275,48 @@ def train_completed(
     given = [] if device is None else ["--device", device]
     common = [*given, *([] if model is None else ["--model", model])]
     if not (teacher / "summary.json").exists():
-        half = ["--data", *data, *common, "--epochs", str(total // 2)]
+        half = [*common, "--epochs", str(total // 2)]
         half += ["--tile", *tile] if tile else []
-        _train_or_resume(teacher, half, cfg_options)
+        _train_or_resume(teacher, data, half, cfg_options)
     summary = json.loads((teacher / "summary.json").read_text("utf-8"))
     checkpoint = str(teacher / summary["checkpoint"])
     if not completed.exists():
         out = ["--out", str(completed)]
         run_damex(["data", "complete", checkpoint, *out, *given], verbose=True)
-    done = [f"{name}={completed / name}" for name in folders]
-    rest = ["--data", *done, *common, "--epochs", str(total - total // 2)]
+    done = [str(completed / name) for name in folders]
+    rest = [*common, "--epochs", str(total - total // 2)]
     kept = [word for word in cfg_options if not _OF_LABELS.match(word)]
     start = option_of("load_from", checkpoint)
-    _train_or_resume(base, rest, [*kept, *tiles, start])
+    _train_or_resume(base, done, rest, [*kept, *tiles, start])
 
 
 def _train_or_resume(
-    folder: Path, words: Sequence[str], options: Sequence[str]
+    folder: Path, data: Sequence[str], words: Sequence[str], options: Sequence[str]
 ) -> None:
-    """Train in a folder; resume a training, unless it is older than its labels."""
+    """Train in a folder; resume a training on this data, if not older than it."""
+    folders = named_folders(data)
     last, labels = folder / "last_checkpoint", folder.glob("completed/*/train.json")
     newest = max((one.stat().st_mtime for one in labels), default=0.0)
-    begun = ["--resume"] * (last.exists() and last.stat().st_mtime > newest)
+    resumes = last.exists() and last.stat().st_mtime > newest
+    if resumes:  # unless it is another training in the same folder
+        config = folder / f"{run_name(folders)}.py"
+        begun = read_part(str(config)).mixture if config.exists() else []
+        roots = [Path(root).expanduser() for root in folders.values()]
+        resumes = [Path(one.root) for one in begun] == roots
     settings = ["--cfg-options", *options] if options else []
-    words = ["train", *words, "--work-dir", str(folder), *begun, *settings]
-    run_damex(words, verbose=True)
+    words = ["train", "--data", *data, *words, "--work-dir", str(folder)]
+    run_damex([*words, *["--resume"] * resumes, *settings], verbose=True)
 
 
 def _checked(cfg: Config, epochs: int | None) -> tuple[int, list[str]]:
     """Epochs and options of windows; ConfigError if nothing is missing or to halve."""
     cfg, _ = complete_config(cfg)
     total = epochs or cfg.train_cfg.get("max_epochs")
+    if (cfg.get("default_hooks") or {}).get("checkpoint", {}) is None:
+        raise ConfigError(
+            "--complete goes on from checkpoints: leave out "
+            "default_hooks.checkpoint=None."
+        )
     if total is None or total < 2:
         raise ConfigError(
             "--complete needs two epochs or more, one for each half; got "
@@ -308,7 +324,7 @@ def _checked(cfg: Config, epochs: int | None) -> tuple[int, list[str]]:
         )
     space = label_space_of(cfg)
     assert space is not None  # of a config with a mixture
-    if not any_missing(space):
+    if not class_notes(space)[1]:
         raise ConfigError(
             "--complete: each dataset annotates all classes of the mixture that are "
             "not kept apart, so nothing is missing; leave it out."

@@ -110,6 +110,8 @@ def write_completed(
     check_free(out)
     known = [dict(entry) for entry in teacher.mixture]
     entries = [entry_of_folder(*one, known) for one in folders.items()] or known
+    if not entries:
+        raise ConfigError("the teacher's checkpoint has no mixture; add --data FOLDER.")
     for root in (entry["root"] for entry in entries if entry.get("root")):
         if out.resolve().is_relative_to(Path(root).resolve()):
             raise ConfigError(

@@ -75,7 +75,7 @@ class DetectorTeacher:
         space = predictor.label_space
         # Class names of the datasets of the training, and their entries.
         self.known = dict(zip(space.dataset_names, space.dataset_classes, strict=True))
-        self.mixture = predictor.mixture
+        self.mixture = predictor.stored.mixture
 
     def find(
         self, images: Sequence[Path], wanted: Collection[str], bar: Bar, *, own: str

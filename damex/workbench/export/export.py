@@ -53,31 +53,30 @@ ROUNDS = 5
 SHAPES = ((0.6, 0.6), (1.6, 1.2), (0.6, 0.8), (2.1, 0.9), (0.3, 0.9))
 
 
-def export(checkpoint: str, *, out: str, **options: Any) -> None:
+def export(checkpoint: str, *, out: str, trust: bool, **options: Any) -> None:
     """Write a dense detector of one dataset, or a whole mixture."""
     filter_console()
-    print(printable("\n".join(write_export(checkpoint, out, **options))))
+    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
+    print(printable("\n".join(write_export(stored, out, **options))))
 
 
 def write_export(
-    checkpoint: str,
+    stored: DetectorCheckpoint,
     out: str,
     *,
     dataset: str | None,
     image_size: tuple[int, int] | None,
-    trust: bool,
 ) -> list[str]:
     """Write the file, and return lines about it; see `damex.Detector.export`."""
     path = Path(out)
     # What to write: the suffix of a file, or a folder.
     form = FOLDER if out.endswith(("/", os.sep)) else path.suffix or FOLDER
     _check_request(path, form, dataset, image_size)
-    stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     is_plain = stored.model.get("type") == MoETransformersDetector.__name__
     if form == (".pth" if is_plain else FOLDER):
         of, other = ("Transformers", "folder/") if is_plain else ("mmdet", "file.pth")
         raise ConfigError(
-            f"the detector in {checkpoint} is of {of}, which {out} is not for; "
+            f"the detector in {stored.path} is of {of}, which {out} is not for; "
             f"name --out {other} or file.onnx."
         )
     if form != ".pth":

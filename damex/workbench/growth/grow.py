@@ -270,7 +270,7 @@ def _choose_sources(
         pairs = zip(space.dataset_names, space.groups, strict=True)
         names = [name for name, own in pairs if own == group]
         paths = [p for name in names for p in image_paths(cfg, name, images)]
-        found = predictor(paths, min_score=1.0)
+        found = predictor(paths, min_score=1.0, tile=None)  # for probabilities alone
         similarity[group] = {
             old: sum(one.probabilities[old] for one in found) / len(found)
             for old in stored.space.group_names

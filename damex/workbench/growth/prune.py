@@ -21,7 +21,7 @@ from damex.datasets.label_space import LabelFile, LabelSpace
 from damex.engine.console import filter_console
 from damex.engine.rows import RowNames, has_groups, row_keys
 from damex.engine.summary import markdown
-from damex.errors import ConfigError
+from damex.errors import ConfigError, DataError
 from damex.inference.stored import DetectorCheckpoint, check_target, millions
 from damex.inference.trust import check_parts
 from damex.models.insertion import moe_blocks
@@ -276,9 +276,9 @@ def merge(
     stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     merged = merge_groups(stored, datasets)
     groups = ", ".join(merged.space.group_names)
+    before = None if no_test else _scores(stored, "before")
     _write(merged, stored, Path(out), f"groups of datasets with experts: {groups}")
-    if not no_test:
-        before = _scores(stored, "before")
+    if before is not None:
         after = _scores(DetectorCheckpoint.read(out, trust=trust), "after")
         print(_cost(before, after))
 
@@ -295,7 +295,7 @@ def _write(pruned: Changed, stored: DetectorCheckpoint, out: Path, about: str) -
 
 
 def _scores(stored: DetectorCheckpoint, label: str) -> dict[str, float | None]:
-    """Test AP per dataset, mean and pooled."""
+    """Test AP per dataset, mean and pooled; a DataError tells of ``--no-test``."""
     loader = stored.checked("test_dataloader")
     mixtures = mixture_datasets((loader or {}).get("dataset"))
     if not mixtures or not mixtures[0].get("datasets"):
@@ -303,7 +303,10 @@ def _scores(stored: DetectorCheckpoint, label: str) -> dict[str, float | None]:
             f"the config in {stored.path} has no test_dataloader with a mixture to "
             "evaluate on; use --no-test."
         )
-    summary = stored.evaluate(stored.build(get_device()), loader or {}, label=label)
+    try:
+        summary = stored.evaluate(stored.build(get_device()), loader or {}, label=label)
+    except DataError as error:
+        raise DataError(f"{error} To merge without AP: --no-test.") from error
     rows = {name: row["ap"] for name, row in summary["datasets"].items()}
     return rows | {"mean": summary["mean_ap"], "pooled": summary["pooled_ap"]}
 
