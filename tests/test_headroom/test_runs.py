@@ -7,14 +7,18 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from mmengine.device import utils
+from rich.console import Console
 
 from damex.config_files import read_config
 from damex.errors import ConfigError
+from damex.workbench.headroom import runs
 from damex.workbench.headroom.runs import (
     Run,
+    finish,
     fit_to_job,
     run_all,
     training_run,
@@ -121,6 +125,27 @@ def test_ends_come_in_their_order_with_their_status():
     before = signal.getsignal(signal.SIGTERM)
     assert list(run_all([slow, fast], jobs=1, threads=7)) == [(slow, 7), (fast, 7)]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_time_that_is_left_is_that_of_the_images(tmp_path, monkeypatch, capsys):
+    sizes = dict(dense=800, single=100, other=100)
+    every = [
+        training_run(tmp_path / k / "config.py", 1, images=n) for k, n in sizes.items()
+    ]
+    for run in every:
+        run.folder.mkdir(parents=True)
+        run.log.write_text("ended")
+    clock = iter([0.0, 4800.0, 5400.0, 6000.0])
+    time_of = SimpleNamespace(monotonic=lambda: next(clock))
+    monkeypatch.setattr(runs, "time", time_of)
+    monkeypatch.setattr(runs, "run_all", lambda some, **_: ((run, 1) for run in some))
+    assert finish(every, Console(), jobs=1) == every
+    said = capsys.readouterr().out.splitlines()[1:]
+    assert [line.rpartition("; ")[2] for line in said] == [
+        "20 min left",
+        "10 min left",
+        "0 min left",
+    ]
 
 
 def test_a_job_on_a_gpu_is_another_training_than_one_on_the_cpu(

@@ -82,9 +82,9 @@ def headroom(
     configs = {one.name: write_config(one.config, folder / one.name) for one in trained}
     # Seed by seed, so that an interrupted command covers all baselines.
     runs = {
-        (name, seed): training_run(path, seed)
+        (one.name, seed): training_run(configs[one.name], seed, images=one.images)
         for seed in seeds
-        for name, path in configs.items()
+        for one in trained
     }
     failed = finish(list(runs.values()), console, jobs=jobs)
     if "oracle" in names:

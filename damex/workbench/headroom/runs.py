@@ -74,6 +74,7 @@ class Run:
     is_scored: bool = False
     command: str = "train"  # or ``test``
     inputs: tuple[str, ...] = ()  # arguments of the command after the config
+    images: int = 1  # that it trains on, beside other runs, for the time that is left
 
     @property
     def log(self) -> Path:
@@ -132,10 +133,10 @@ class Run:
         return lines[-1] if lines else "it wrote nothing"
 
 
-def training_run(config: Path, seed: int) -> Run:
+def training_run(config: Path, seed: int, *, images: int = 1) -> Run:
     """Return the run of a written config with a seed, in the folder of the config."""
     folder, options = config.parent / f"seed{seed}", (f"randomness.seed={seed}",)
-    return Run(str(config), folder, options, is_scored=True)
+    return Run(str(config), folder, options, is_scored=True, images=images)
 
 
 def fit_to_job(cfg: Config, *, amp: bool) -> str:
@@ -169,10 +170,11 @@ def finish(runs: Sequence[Run], console: Console, *, jobs: int) -> list[Run]:
         f"{len(runs)} runs, {len(runs) - len(open_runs)} finished before; "
         f"{jobs} at a time, {threads} thread{'s' * (threads > 1)} each"
     )
-    failed = []
+    failed, seen, total = [], 0, sum(run.images for run in open_runs)
     ended = run_all(open_runs, jobs=jobs, threads=threads)
     for done, (run, status) in enumerate(ended, 1):
-        left = (time.monotonic() - started) / done * (len(open_runs) - done)
+        seen += run.images
+        left = (time.monotonic() - started) / seen * (total - seen)
         summary = run.summary() if status == 0 else None
         if summary is None:
             failed.append(run)
