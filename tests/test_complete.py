@@ -13,10 +13,11 @@ from PIL import Image
 
 import damex
 from damex.__main__ import main
+from damex.config_files import merge_options
 from damex.datasets.mixture import MixtureDataset
 from damex.errors import ConfigError, DataError
 from damex.models.dataset_awareness import DatasetAwareness, DatasetAwarenessConfig
-from damex.options import option_of
+from damex.options import option_of, parse_options
 from damex.workbench.api import Detector
 from damex.workbench.cli.train import train_completed
 from damex.workbench.complete.complete import write_completed
@@ -30,6 +31,7 @@ from damex.workbench.complete.teacher import (
     find_thresholds,
     judge,
 )
+from damex.workbench.zero_config import config_of_folders, named_folders
 from tests.test_datasets.test_mixture import PIPELINE
 
 WIDE, HIGH = 48, 32
@@ -577,9 +579,9 @@ def commands(tmp_path, monkeypatch):
             return
         folder = Path(words[words.index("--work-dir") + 1])
         folder.mkdir(parents=True, exist_ok=True)
-        roots = [word.partition("=")[2] or word for word in words[2:4]]
-        entries = [dict(root=root) for root in roots]
-        (folder / "cats-dogs.py").write_text(f"mixture = {entries}")
+        start = config_of_folders(named_folders(words[2:4]))
+        merge_options(start, parse_options(words[words.index("--cfg-options") + 1 :]))
+        (folder / "cats-dogs.py").write_text(f"mixture = {start.to_dict()['mixture']}")
         (folder / "last_checkpoint").touch()
         (folder / "summary.json").write_text(json.dumps(dict(checkpoint="epoch_2.pth")))
 
@@ -620,6 +622,8 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     (tmp_path / "run" / "cats-dogs.py").write_text(f"mixture = {entries}")
     train_completed(**settings, epochs=None)
     assert commands[-1] == second
+    train_completed(**settings | dict(work_dir=f"{completed}/.."), epochs=None)
+    assert "--resume" in commands[-1]
     labels = completed / "cats" / "train.json"
     os.utime(labels, (time.time() + 9,) * 2)  # wrong labels were deleted since
     train_completed(**settings, epochs=None)

@@ -5,6 +5,7 @@ import pytest
 
 from damex.errors import (
     RANGES,
+    ConfigError,
     check_choice,
     check_number,
     check_sizes,
@@ -46,7 +47,7 @@ def test_suggests_the_nearest_name_and_lists_known_ones(name, known, limit, text
 @pytest.mark.parametrize("expected", RANGES)
 @pytest.mark.parametrize("value", [math.nan, "fast", [1.0], True])
 def test_what_is_not_a_number_is_in_no_range(expected, value):
-    with pytest.raises(ValueError, match=r"Gate: rate must be .*, got "):
+    with pytest.raises(ConfigError, match=r"Gate: rate must be .*, got "):
         check_number("Gate", expected, rate=value)
 
 
@@ -57,11 +58,11 @@ def test_numbers_of_numpy_and_none_are_allowed():
 
 @pytest.mark.parametrize("size", [1.5, "two", None, True, math.nan])
 def test_a_size_is_an_integer(size):
-    with pytest.raises(ValueError, match="Gate: k must be an integer of 1 or"):
+    with pytest.raises(ConfigError, match="Gate: k must be an integer of 1 or"):
         check_sizes("Gate", k=size)
 
 
 @pytest.mark.parametrize("value", ["c", None, ["a"]])
 def test_a_choice_is_one_of_its_names(value):
-    with pytest.raises(ValueError, match=r"Gate: unknown noise .*use one of .'a', 'b'"):
+    with pytest.raises(ConfigError, match=r"unknown noise .*use one of .'a', 'b'"):
         check_choice("Gate", {"a": 1, "b": 2}, noise=value)

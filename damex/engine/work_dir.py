@@ -161,10 +161,11 @@ def on_first(check: Callable[[], str | None]) -> str | None:
 def orderly_end(runner: MixtureRunner) -> Iterator[None]:
     """End a block in one line on Ctrl-C, SIGTERM, full disks and divergence."""
     runner.is_running = True
+    handlers = ExitStack()  # until the end of the end
+    handlers.enter_context(_interruptible(runner))
     try:
-        with _interruptible(runner):
-            yield
-            runner.check_interrupt()
+        yield
+        runner.check_interrupt()
     except BaseException as raised:
         # Whatever follows a signal follows from it, such as workers that have ended.
         error = KeyboardInterrupt() if runner.signals else raised
@@ -186,8 +187,9 @@ def orderly_end(runner: MixtureRunner) -> Iterator[None]:
         raise kind(problem) from raised
     finally:
         runner.is_running = False
-        runner.signals = []
         runner.folder.unlock()
+        handlers.close()
+        runner.signals = []
 
 
 @contextmanager
@@ -214,7 +216,7 @@ def _interruptible(runner: MixtureRunner) -> Iterator[None]:
         if runner.signals[-1] - runner.signals[0] > ECHO:
             signal.signal(number, usual[number])
             signal.raise_signal(number)
-        if not runner.has_begun:
+        if not runner.has_begun and len(runner.signals) == 1:
             raise KeyboardInterrupt
 
     taken: list[int] = []

@@ -50,6 +50,7 @@ class DetectorCheckpoint:
         trust: Whether the user trusts the checkpoint: everything in it may be built.
         forgotten: Places in the config of initial weights that were left out.
         scores: Of its own weights, as in ``summary.json``; empty if it holds none.
+        changed: When its file was last written, in nanoseconds; None for a URL.
     """
 
     path: str
@@ -62,6 +63,7 @@ class DetectorCheckpoint:
     trust: bool = False
     forgotten: tuple[str, ...] = ()
     scores: Mapping[str, Any] = field(default_factory=dict)
+    changed: int | None = None
 
     @classmethod
     def read(cls, path: str, *, trust: bool = False) -> DetectorCheckpoint:
@@ -109,6 +111,7 @@ class DetectorCheckpoint:
         return cls(
             *(path, config, model, pipeline, space, state, meta, trust, forgotten),
             scores=_own_scores(checkpoint),
+            changed=last_change(path),
         )
 
     def checked(self, key: str) -> Any:
@@ -229,6 +232,12 @@ class DetectorCheckpoint:
             raise DataError(f"none of them are in {source.images}.")
         step = max(len(found) / count, 1.0)
         return [found[int(i * step)] for i in range(min(count, len(found)))]
+
+
+def last_change(path: str) -> int | None:
+    """Return when a file was last written, in nanoseconds; None if there is none."""
+    file = Path(path).expanduser()
+    return file.stat().st_mtime_ns if file.exists() else None
 
 
 def millions(state: Mapping[str, Tensor]) -> str:

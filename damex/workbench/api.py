@@ -18,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -197,7 +198,7 @@ def _data_words(data: Any) -> list[str]:
 
 def run_damex(words: Sequence[str], *, verbose: bool) -> None:
     """Run damex, printing its lines as they come; its errors are raised here."""
-    last = deque[str](maxlen=30)
+    last, interrupts = deque[str](maxlen=30), list[int]()
     # Set in notebooks, these make a bar of control codes out of every line.
     forced = ("FORCE_COLOR", "TTY_COMPATIBLE")
     with subprocess.Popen(
@@ -215,12 +216,21 @@ def run_damex(words: Sequence[str], *, verbose: bool) -> None:
                 if verbose:
                     print(line, end="", flush=True)
 
+        def forward(number: int, _: object) -> None:
+            interrupts.append(number)
+            process.send_signal(number)
+
+        # Interrupted, the command ends by itself and says how to continue.
+        before = signal.getsignal(signal.SIGINT)
+        if is_main := threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, forward)
         try:
             show()
-        except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)
-            show()  # it says how to continue
-            raise
+        finally:
+            if is_main:
+                signal.signal(signal.SIGINT, before)
+    if interrupts:
+        raise KeyboardInterrupt(*list(last)[-1:])
     if process.returncode == 0:
         return
     errors = [line for line in last if line.startswith("error: ")]

@@ -23,7 +23,7 @@ from damex.engine.rows import has_groups
 from damex.engine.summary import markdown
 from damex.errors import ConfigError, DataError, printable
 from damex.files import atomic_folder, check_free, read_text, write_text
-from damex.inference.stored import DetectorCheckpoint, millions
+from damex.inference.stored import DetectorCheckpoint, last_change, millions
 from damex.models.insertion import moe_blocks
 from damex.workbench.growth.prune import kept_config, kept_notes
 
@@ -121,7 +121,9 @@ class Run(NamedTuple):
         summary, picture = _summary_in(folder / SUMMARY), folder / PICTURE
         now, then = stored.meta.get("iter"), summary.get("iterations")
         problem = None
-        if then is None:
+        if last_change(stored.path) != stored.changed:
+            summary, problem = {}, "its file has changed since it was loaded"
+        elif then is None:
             summary = {}
             problem = f"there is no {SUMMARY} of a training next to the checkpoint"
         elif now is None:  # written by damex prune or grow

@@ -147,7 +147,7 @@ def record_routes(
 ) -> Routes:
     """Run a detector on images, and call ``advance`` after reading each.
 
-    DataError if no image can be read.
+    DataError if no image can be used.
     """
     routes, records = Routes(), dict[str, RoutingRecord]()
 
@@ -161,14 +161,24 @@ def record_routes(
             while batch := list(islice(alike, batch_size)):
                 try:
                     detect(detector, [packed for _, packed in batch])
-                except DataError as error:  # too few cells for its queries
-                    routes.problems.append(str(error))
+                except DataError:  # one shape has too few cells for the queries
+                    _note_problems(detector, batch, routes.problems)
                     continue
                 for name, record in records.items():
                     _count(routes, name, record, [row for row, _ in batch], rows)
     if not routes.served:
-        raise DataError(f"no image can be read: {'; '.join(routes.problems)}")
+        raise DataError(f"no image can be used: {'; '.join(routes.problems)}")
     return routes
+
+
+def _note_problems(detector: Any, batch: Sequence[Any], problems: list[str]) -> None:
+    """Add the errors of the images of a batch, or of their windows, each once."""
+    for _, packed in batch:
+        try:
+            detect(detector, [packed])
+        except DataError as error:
+            if str(error) not in problems:
+                problems.append(str(error))
 
 
 def _loaded(

@@ -137,15 +137,31 @@ def test_an_interrupt_names_what_is_saved(write_config, tmp_path, last_line):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_another_interrupt_has_its_usual_effect(monkeypatch):
+    runner = SimpleNamespace(signals=[], has_begun=True)
+    with damex.engine.work_dir._interruptible(runner):
+        for _ in range(2):  # a parent process repeats it
+            signal.raise_signal(signal.SIGINT)
+        monkeypatch.setattr(damex.engine.work_dir, "ECHO", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
 def test_an_interrupted_start_leaves_nothing(
     write_config, tmp_path, monkeypatch, last_line
 ):
     config = write_config(extra=SMALL)
+    explain = damex.engine.work_dir._explain
 
     def interrupt(*_):
         os.kill(os.getpid(), signal.SIGINT)
 
+    def repeat(*arguments):  # a parent process does
+        interrupt()
+        return explain(*arguments)
+
     monkeypatch.setattr(damex.workbench.check.check, "refusal", interrupt)
+    monkeypatch.setattr(damex.engine.work_dir, "_explain", repeat)
     assert last_line("train", config) == (130, "interrupted before the training.")
     assert not (tmp_path / "work").exists()
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 import warnings
 from pathlib import Path
 
@@ -273,6 +274,19 @@ def test_a_config_trains_into_the_folder_of_the_command_line(
     run = damex.train("short.py", options=other, device="cpu", verbose=False)
     assert run.work_dir == Path("other")
     assert run.config.is_file()
+
+
+def test_an_interrupted_command_says_how_to_continue(tmp_path, monkeypatch):
+    script = tmp_path / "python"
+    script.write_text(
+        f"#!{sys.executable}\nimport os, signal, sys, time\n"
+        "signal.signal(signal.SIGINT, lambda *_: sys.exit(print('go on')))\n"
+        "time.sleep(1), os.kill(os.getppid(), signal.SIGINT), time.sleep(9)\n"
+    )
+    script.chmod(0o700)
+    monkeypatch.setattr(api.sys, "executable", str(script))
+    with pytest.raises(KeyboardInterrupt, match="go on"):
+        api.run_damex(["train"], verbose=False)
 
 
 def test_a_finished_training_names_its_own_checkpoint(tmp_path):

@@ -282,7 +282,7 @@ def train_completed(
     checkpoint = str(teacher / summary["checkpoint"])
     if not completed.exists():
         out = ["--out", str(completed)]
-        run_damex(["data", "complete", checkpoint, *out, *given], verbose=True)
+        _run(["data", "complete", checkpoint, *out, *given])
     done = [str(completed / name) for name in folders]
     rest = [*common, "--epochs", str(total - total // 2)]
     kept = [word for word in cfg_options if not _OF_LABELS.match(word)]
@@ -294,18 +294,28 @@ def _train_or_resume(
     folder: Path, data: Sequence[str], words: Sequence[str], options: Sequence[str]
 ) -> None:
     """Train in a folder; resume a training on this data, if not older than it."""
-    folders = named_folders(data)
     last, labels = folder / "last_checkpoint", folder.glob("completed/*/train.json")
     newest = max((one.stat().st_mtime for one in labels), default=0.0)
     resumes = last.exists() and last.stat().st_mtime > newest
-    if resumes:  # unless it is another training in the same folder
-        config = folder / f"{run_name(folders)}.py"
-        begun = read_part(str(config)).mixture if config.exists() else []
-        roots = [Path(root).expanduser() for root in folders.values()]
-        resumes = [Path(one.root) for one in begun] == roots
+    if resumes and newest:  # unless another training wrote into the same folder
+        config = folder / f"{run_name(named_folders(data))}.py"
+        begun = read_part(str(config)).mixture if config.exists() else [{}]
+        parents = {Path(one.get("root") or "").parent.name for one in begun}
+        resumes = parents == {"completed"}
+    if not resumes:
+        last.unlink(missing_ok=True)
     settings = ["--cfg-options", *options] if options else []
     words = ["train", "--data", *data, *words, "--work-dir", str(folder)]
-    run_damex([*words, *["--resume"] * resumes, *settings], verbose=True)
+    _run([*words, *["--resume"] * resumes, *settings])
+
+
+def _run(words: Sequence[str]) -> None:
+    """Run a step, which tells of its own continuation on Ctrl-C."""
+    try:
+        run_damex(words, verbose=True)
+    except KeyboardInterrupt as error:
+        said = "interrupted; to continue, run the same command again"
+        raise KeyboardInterrupt(said) from error
 
 
 def _checked(cfg: Config, epochs: int | None) -> tuple[int, list[str]]:
