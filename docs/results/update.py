@@ -303,6 +303,7 @@ COMPLETING = {
     "ignored_if_found": "`ignore_unannotated_classes=0.15`",
     "experts_negatives": "nothing, with experts of each half",
     "experts_ignored_if_found": "`0.15`, with experts of each half",
+    "shared_ignored_if_found": "`0.15`, with experts that both halves share",
     "completed": "`--complete`: 300 iterations, completed, 300 more",
     "completed_from_ignored": "the same, the first 300 with `True`",
     "completed_from_ignored_if_found": "the same, the first 300 with `0.15`",
