@@ -56,6 +56,7 @@ SHAPES = ((0.6, 0.6), (1.6, 1.2), (0.6, 0.8), (2.1, 0.9), (0.3, 0.9))
 def export(checkpoint: str, *, out: str, trust: bool, **options: Any) -> None:
     """Write a dense detector of one dataset, or a whole mixture."""
     filter_console()
+    _check_request(out, **options)
     stored = DetectorCheckpoint.read(checkpoint, trust=trust)
     print(printable("\n".join(write_export(stored, out, **options))))
 
@@ -68,10 +69,7 @@ def write_export(
     image_size: tuple[int, int] | None,
 ) -> list[str]:
     """Write the file, and return lines about it; see `damex.Detector.export`."""
-    path = Path(out)
-    # What to write: the suffix of a file, or a folder.
-    form = FOLDER if out.endswith(("/", os.sep)) else path.suffix or FOLDER
-    _check_request(path, form, dataset, image_size)
+    path, form = _check_request(out, dataset, image_size)
     is_plain = stored.model.get("type") == MoETransformersDetector.__name__
     if form == (".pth" if is_plain else FOLDER):
         of, other = ("Transformers", "folder/") if is_plain else ("mmdet", "file.pth")
@@ -105,14 +103,19 @@ def write_export(
 
 
 def _check_request(
-    path: Path, form: str, dataset: str | None, size: tuple[int, int] | None
-) -> None:
-    """Raise a ConfigError for options that do not go together, or a taken path."""
+    out: str, dataset: str | None, image_size: tuple[int, int] | None
+) -> tuple[Path, str]:
+    """Return the path and what to write: the suffix of a file, or a folder.
+
+    ConfigError for options that do not go together, or a taken path.
+    """
+    path = Path(out)
+    form = FOLDER if out.endswith(("/", os.sep)) else path.suffix or FOLDER
     suffixes = (path.suffix,) if form == FOLDER else FORMS
     check_target(path, suffixes=suffixes, with_config=form == ".pth")
     if form == ".onnx":
         check_packages()
-    elif size is not None and form == ".pth":
+    elif image_size is not None and form == ".pth":
         raise ConfigError(
             "--image-size is for a .onnx file or a folder; a .pth takes images of any "
             "size."
@@ -122,6 +125,7 @@ def _check_request(
             "a .pth file is of one dataset: add --dataset NAME. The whole mixture can "
             "be a .onnx file or, of a detector of Transformers, a folder: --out NAME/."
         )
+    return path, form
 
 
 def _export_onnx(
