@@ -161,35 +161,32 @@ def on_first(check: Callable[[], str | None]) -> str | None:
 def orderly_end(runner: MixtureRunner) -> Iterator[None]:
     """End a block in one line on Ctrl-C, SIGTERM, full disks and divergence."""
     runner.is_running = True
-    handlers = ExitStack()  # until the end of the end
-    handlers.enter_context(_interruptible(runner))
-    try:
-        yield
-        runner.check_interrupt()
-    except BaseException as raised:
-        # Whatever follows a signal follows from it, such as workers that have ended.
-        error = KeyboardInterrupt() if runner.signals else raised
-        with ExitStack() as stack:
-            if threading.current_thread() is threading.main_thread():
-                before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-                stack.callback(signal.signal, signal.SIGINT, before)
-            _end_workers(runner)
-        for hook in getattr(runner, "_hooks", ()):
-            if isinstance(hook, ProgressHook):
-                hook.close()
-        problem = _explain(runner, error)
-        runner.folder.unlock()
-        if not runner.has_begun and os.environ.get("RANK", "0") == "0":
-            runner.folder.remove_traces()
-        if problem is None:
-            raise
-        kind = ConfigError if isinstance(error, Exception) else KeyboardInterrupt
-        raise kind(problem) from raised
-    finally:
-        runner.is_running = False
-        runner.folder.unlock()
-        handlers.close()
-        runner.signals = []
+    with _interruptible(runner):  # also while the run ends
+        try:
+            yield
+            runner.check_interrupt()
+        except BaseException as raised:
+            # What follows a signal follows from it, such as workers that have ended.
+            error = KeyboardInterrupt() if runner.signals else raised
+            with ExitStack() as stack:
+                if threading.current_thread() is threading.main_thread():
+                    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+                    stack.callback(signal.signal, signal.SIGINT, before)
+                _end_workers(runner)
+            for hook in getattr(runner, "_hooks", ()):
+                if isinstance(hook, ProgressHook):
+                    hook.close()
+            problem = _explain(runner, error)
+            runner.folder.unlock()
+            if not runner.has_begun and os.environ.get("RANK", "0") == "0":
+                runner.folder.remove_traces()
+            if problem is None:
+                raise
+            kind = ConfigError if isinstance(error, Exception) else KeyboardInterrupt
+            raise kind(problem) from raised
+        finally:
+            runner.is_running = False
+            runner.folder.unlock()
 
 
 @contextmanager
@@ -198,9 +195,9 @@ def _interruptible(runner: MixtureRunner) -> Iterator[None]:
 
     The runner gets its time in ``signals``, and reads it whenever it calls hooks: in
     between, an exception could leave a queue of a data worker locked. One that comes
-    `ECHO` later has its usual effect, and so has the first before the run has begun.
-    Under torchrun SIGTERM keeps its default, as processes that wait in C++ must end,
-    too.
+    more than `ECHO` seconds later has its usual effect, and so has the first before the
+    run has begun. Under torchrun SIGTERM keeps its default, as processes that wait in
+    C++ must end, too.
     """
     owner = os.getpid()
     usual: dict[int, Any] = {signal.SIGINT: signal.default_int_handler}
@@ -229,6 +226,7 @@ def _interruptible(runner: MixtureRunner) -> Iterator[None]:
     finally:
         for number in taken:
             signal.signal(number, usual[number])
+        runner.signals = []
 
 
 def _end_workers(runner: MixtureRunner) -> None:

@@ -230,7 +230,7 @@ def run_damex(words: Sequence[str], *, verbose: bool) -> None:
             if is_main:
                 signal.signal(signal.SIGINT, before)
     if interrupts:
-        raise KeyboardInterrupt(*list(last)[-1:])
+        raise KeyboardInterrupt(*[*last][-1:])
     if process.returncode == 0:
         return
     errors = [line for line in last if line.startswith("error: ")]

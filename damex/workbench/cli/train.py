@@ -293,7 +293,7 @@ def train_completed(
 def _train_or_resume(
     folder: Path, data: Sequence[str], words: Sequence[str], options: Sequence[str]
 ) -> None:
-    """Train in a folder; resume a training on this data, if not older than it."""
+    """Train in a folder; resume a training on this data, newer than its labels."""
     last, labels = folder / "last_checkpoint", folder.glob("completed/*/train.json")
     newest = max((one.stat().st_mtime for one in labels), default=0.0)
     resumes = last.exists() and last.stat().st_mtime > newest
