@@ -482,7 +482,11 @@ def test_no_name_is_printed_that_controls_a_terminal(bait, trained, line, at, ca
     if at == "key":
         content["state_dict"][evil] = torch.zeros(1)
     elif at == "classes":
-        space["classes"] = [evil, *space["classes"][1:]]
+        first, *others = space["classes"]
+        space["classes"] = [evil, *others]
+        for one in space["datasets"]:  # a class that is missing has another message
+            names = one["classes"].items()
+            one["classes"] = {k: evil if v == first else v for k, v in names}
     else:
         space["datasets"][0]["name"] = evil
     torch.save(content, path)
