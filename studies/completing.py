@@ -2,9 +2,10 @@
 
     python -m studies.completing data/halves --seeds 1 2 3 4 5
 
-Trains every arm of `ARMS` on halves of a dataset (``studies.split_labels``), all for
-the same number of iterations: the teacher's count. AP is over all classes of fully
-labeled validation images, the dataset not given. Finished runs are skipped.
+Trains every arm on halves of a dataset (``studies.split_labels``), all for the same
+number of iterations: the teacher's count, except those of `SPECIALISTS`. AP is over all
+classes of fully labeled validation images, the dataset not given. Finished runs are
+skipped.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ LESSONS: Mapping[str, Lesson] = MappingProxyType(
         "completed_wrongly": Lesson("negatives", min_score=0.05),
     }
 )
+# A detector of each half, half of the time each, completes the other one; then one of
+# both trains anew for the whole time, and ignores what it finds: twice the time.
+SPECIALISTS = "completed_from_specialists"
 app = program(
     "python -m studies.completing",
     "Compare what is taught of classes that a dataset does not label.",
@@ -84,7 +88,7 @@ def completing(
     /,
     *,
     seeds: Seeds = (1, 2, 3, 4, 5),
-    arms: tuple[str, ...] = (*ARMS, *LESSONS, "all_labels"),
+    arms: tuple[str, ...] = (*ARMS, *LESSONS, SPECIALISTS, "all_labels"),
     moe: str = "dense",
     group: str | None = None,
     epochs: int = 2,
@@ -144,41 +148,71 @@ class Study:
     def teach(self, job: Job) -> None:
         """Train a teacher for half of the time, and write the labels that it finds."""
         name, epochs = f"teacher_{job.arm}", self.epochs // 2
-        options = ARMS[job.arm]
-        teacher = self._train(name, job.seed, self.halves, epochs, options)
+        options, halves = ARMS[job.arm], self._folders(self.halves)
+        teacher = self._train(name, job.seed, halves, epochs, options)
         for lesson in self.lessons:
-            done = teacher / lesson.folder
-            if lesson.teacher == job.arm and not done.exists():
-                words = ["complete", str(teacher / f"epoch_{epochs}.pth"), *self.device]
-                if lesson.min_score is not None:
-                    words += ["--min-score", str(lesson.min_score)]
-                run_damex(["data", *words, "--out", str(done)], verbose=False)
+            if lesson.teacher == job.arm:
+                at_once = lesson.min_score
+                words = [] if at_once is None else ["--min-score", str(at_once)]
+                self._complete(teacher, epochs, teacher / lesson.folder, words)
 
     def run(self, job: Job) -> tuple[float, dict[str, float]]:
         """Run one arm with one seed; its mean AP, and that of each half."""
-        options, epochs, source = ARMS.get(job.arm, {}), self.epochs, self.halves
+        options, epochs = ARMS.get(job.arm, {}), self.epochs
+        folders = self._folders(self.halves)
         if job.arm == "all_labels":
-            source = self.halves / "all_labels"
+            folders = self._folders(self.halves / "all_labels")
+        if job.arm == SPECIALISTS:
+            folders, options = self._specialise(job.seed), ARMS["ignored_if_found"]
         if job.arm in LESSONS:
             lesson, epochs = LESSONS[job.arm], epochs // 2
             teacher = self.work_dir / f"teacher_{lesson.teacher}" / f"seed{job.seed}"
-            source, last = teacher / lesson.folder, teacher / f"epoch_{epochs}.pth"
+            folders = self._folders(teacher / lesson.folder)
+            last = teacher / f"epoch_{epochs}.pth"
             options = {**ARMS[lesson.then], "load_from": str(last)}
-        return _scores(self._train(job.arm, job.seed, source, epochs, options))
+        return _scores(self._train(job.arm, job.seed, folders, epochs, options))
+
+    def _folders(self, source: Path) -> dict[str, Path]:
+        return {name: source / name for name in self.names}
+
+    def _specialise(self, seed: int) -> dict[str, Path]:
+        """Train a detector on each half, and let it complete the other; the folders."""
+        epochs, folders = self.epochs // 2, {}
+        for name, other in zip(self.names, reversed(self.names), strict=True):
+            half, missing = self.halves / name, self.halves / other
+            trained = self._train(f"only_{name}", seed, {name: half}, epochs, {})
+            done = trained / "completed"
+            self._complete(trained, epochs, done, ["--data", str(missing)])
+            folders[other] = done / other
+        return folders
+
+    def _complete(
+        self, teacher: Path, epochs: int, done: Path, words: Sequence[str]
+    ) -> None:
+        if not done.exists():
+            checkpoint = str(teacher / f"epoch_{epochs}.pth")
+            words = ["complete", checkpoint, *self.device, *words, "--out", str(done)]
+            run_damex(["data", *words], verbose=False)
 
     def _train(
-        self, arm: str, seed: int, source: Path, epochs: int, options: Options
+        self,
+        arm: str,
+        seed: int,
+        folders: Mapping[str, Path],
+        epochs: int,
+        options: Options,
     ) -> Path:
         """Train unless it is done; returns the folder of the run."""
         folder = self.work_dir / arm / f"seed{seed}"
         if not (folder / "summary.json").exists():
+            group = {"group": self.group} if self.group else {}
+            entries = [
+                {"name": name, "root": str(root), "weight": 1.0, **group}
+                for name, root in folders.items()
+            ]
             settings = {"moe": self.moe, "max_epochs": epochs, "randomness.seed": seed}
-            for number, name in enumerate(self.names):
-                settings[f"mixture.{number}.root"] = source / name
-                settings[f"mixture.{number}.name"] = name
-                if self.group:
-                    settings[f"mixture.{number}.group"] = self.group
-            words = [f"{k}={v}" for k, v in {**settings, **options}.items()]
+            settings |= {"mixture": json.dumps(entries), **options}
+            words = [f"{key}={value}" for key, value in settings.items()]
             run = ("--work-dir", str(folder), "--cfg-options", *words)
             run_damex(["train", CONFIG, *self.device, *run], verbose=False)
         return folder
