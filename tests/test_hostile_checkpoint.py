@@ -481,14 +481,10 @@ def test_no_name_is_printed_that_controls_a_terminal(bait, trained, line, at, ca
     space = content["meta"]["dataset_meta"]
     if at == "key":
         content["state_dict"][evil] = torch.zeros(1)
-    elif at == "classes":
-        first, *others = space["classes"]
-        space["classes"] = [evil, *others]
-        for one in space["datasets"]:  # a class that is missing has another message
-            names = one["classes"].items()
-            one["classes"] = {k: evil if v == first else v for k, v in names}
-    else:
-        space["datasets"][0]["name"] = evil
+    else:  # everywhere, so that the metadata still fit together
+        old = space["classes"][0] if at == "classes" else space["datasets"][0]["name"]
+        text = json.dumps(space).replace(json.dumps(old), json.dumps(evil))
+        content["meta"]["dataset_meta"] = json.loads(text)
     torch.save(content, path)
     assert run(line, trained, str(path)) == 2
     said = "".join(capsys.readouterr())

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scipy.optimize import brentq
 from scipy.stats import t as student_t
 
 from damex.workbench.headroom.verdict import Spread, spread
@@ -100,6 +101,33 @@ def difference(arms: Arms, name: str, base: str) -> tuple[str, float | None, str
     """Welch's test of two arms."""
     reference = moments(arms[base], seeds=0)
     return welch(moments(arms[name], seeds=reference[2]), reference)
+
+
+def share_of_gap(arms: Arms, name: str, base: str, best: str) -> str:
+    """How much of the gap between two arms another closes, with its 95% interval.
+
+    The interval is Fieller's, of all shares that Welch's test does not reject: a ratio
+    of differences has no deviation of its own. ``-`` with a single seed.
+    """
+    of, low, high = (moments(arms[one], seeds=0) for one in (name, base, best))
+
+    def rejects(share: float) -> float:
+        """Above 0 if ``name`` is not at that share, by Welch's test."""
+        parts = [(1.0, of), (share - 1, low), (-share, high)]
+        variances = [(f * one[1]) ** 2 / one[2] for f, one in parts]
+        counts = [one[2] for _, one in parts]
+        terms = (v**2 / (n - 1) for v, n in zip(variances, counts, strict=True))
+        freedom, error = sum(variances) ** 2 / sum(terms), math.sqrt(sum(variances))
+        reach = float(student_t.isf(0.025, freedom)) * error
+        return abs(sum(f * one[0] for f, one in parts)) - reach
+
+    if name in (base, best) or min(of[2], low[2], high[2]) == 1:
+        return "-"
+    middle = (of[0] - low[0]) / (high[0] - low[0])
+    if min(rejects(middle - 2), rejects(middle + 2)) <= 0:
+        return f"{middle:.0%}"  # the gap itself may be 0
+    ends = [brentq(rejects, middle, middle + side) for side in (-2, 2)]
+    return f"{middle:.0%} [{ends[0]:.0%}, {ends[1]:.0%}]"
 
 
 def verdicts(arms: Arms, base: str) -> dict[str, str]:

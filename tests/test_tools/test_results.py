@@ -43,6 +43,18 @@ def test_intervals_are_welchs(scores):
     assert welch([0.25], [0.0, 0.1, 0.2]) == ("+0.150", None, "-")
 
 
+def test_the_share_of_a_gap_has_fiellers_interval(scores):
+    """By hand: ends without a spread leave Student's interval, 4.303 x 0.1 / 3^0.5."""
+
+    def share(of, base=(0.0, 0.0, 0.0), best=(1.0, 1.0, 1.0)):
+        known = arms(of=of, base=base, best=best)
+        return scores["share_of_gap"](known, "of", "base", "best")
+
+    assert share([0.4, 0.5, 0.6]) == "50% [25%, 75%]"
+    assert share([0.5], [0.0], [1.0]) == "-"
+    assert share([0.4, 0.5, 0.6], base=[0.0, 0.9, 0.3]) == "17%"  # may have no gap
+
+
 def test_equal_needs_an_interval_within_the_margin(scores):
     base = [0.100, 0.101, 0.102, 0.103, 0.104]
 
