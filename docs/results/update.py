@@ -319,6 +319,8 @@ COMPLETING = {
     "completed_from_ignored_if_found": "the same, the first 300 with `0.15`",
     "completed_and_ignored_if_found": "the same, all 600 with `0.15`",
     "completed_wrongly": "the same without it; all detections from 0.05 are labels",
+    "completed_from_specialists": "teacher per half, completed, 600 more with `0.15`",
+    "longer_ignored_if_found": "`ignore_unannotated_classes=0.15`, 1,200 iterations",
     "all_labels": "all labels: what could be reached",
 }
 
