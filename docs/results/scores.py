@@ -69,6 +69,24 @@ def moments(arm: Mapping[str, Any], *, seeds: int) -> tuple[float, float, int]:
     return statistics.fmean(scores), deviation, len(scores)
 
 
+def contrast(
+    *parts: tuple[float, tuple[float, float, int]],
+) -> tuple[float, float, float]:
+    """Weighted sum of means, half of Welch's 95% interval, and its p-value.
+
+    The last two are nan if one of the means is of a single seed.
+    """
+    total = sum(weight * one[0] for weight, one in parts)
+    variances = [(weight * one[1]) ** 2 / one[2] for weight, one in parts]
+    if math.isnan(sum(variances)):
+        return total, math.nan, math.nan
+    counts = [count for _, (_, _, count) in parts]
+    terms = (v**2 / (n - 1) for v, n in zip(variances, counts, strict=True))
+    freedom, error = sum(variances) ** 2 / sum(terms), math.sqrt(sum(variances))
+    reach = float(student_t.isf(0.025, freedom)) * error
+    return total, reach, 2 * float(student_t.sf(abs(total) / error, freedom))
+
+
 def welch(
     of: tuple[float, float, int], base: tuple[float, float, int]
 ) -> tuple[str, float | None, str]:
@@ -77,18 +95,12 @@ def welch(
     The place is ``few seeds``; or ``equal`` if the interval lies within ±`MARGIN`; else
     ``open``, which a test over all arms may turn into ``above`` or ``below``.
     """
-    gain = of[0] - base[0]
-    variances = [deviation**2 / count for _, deviation, count in (of, base)]
-    if math.isnan(sum(variances)):
+    gain, reach, p_value = contrast((1.0, of), (-1.0, base))
+    if math.isnan(reach):
         return f"{gain:+.3f}", None, "-"
-    counts = [count for _, _, count in (of, base)]
-    terms = (v**2 / (n - 1) for v, n in zip(variances, counts, strict=True))
-    freedom, error = sum(variances) ** 2 / sum(terms), math.sqrt(sum(variances))
-    reach = float(student_t.isf(0.025, freedom)) * error
-    p_value = 2 * float(student_t.sf(abs(gain) / error, freedom))
     low, high = gain - reach, gain + reach
     place = "equal" if low >= -MARGIN and high <= MARGIN else "open"
-    place = "few seeds" if min(counts) < FEWEST_SEEDS else place
+    place = "few seeds" if min(of[2], base[2]) < FEWEST_SEEDS else place
     return f"{gain:+.3f} [{low:+.3f}, {high:+.3f}]", p_value, place
 
 
@@ -113,13 +125,8 @@ def share_of_gap(arms: Arms, name: str, base: str, best: str) -> str:
 
     def rejects(share: float) -> float:
         """Above 0 if ``name`` is not at that share, by Welch's test."""
-        parts = [(1.0, of), (share - 1, low), (-share, high)]
-        variances = [(f * one[1]) ** 2 / one[2] for f, one in parts]
-        counts = [one[2] for _, one in parts]
-        terms = (v**2 / (n - 1) for v, n in zip(variances, counts, strict=True))
-        freedom, error = sum(variances) ** 2 / sum(terms), math.sqrt(sum(variances))
-        reach = float(student_t.isf(0.025, freedom)) * error
-        return abs(sum(f * one[0] for f, one in parts)) - reach
+        total, reach, _ = contrast((1.0, of), (share - 1, low), (-share, high))
+        return abs(total) - reach
 
     if name in (base, best) or min(of[2], low[2], high[2]) == 1:
         return "-"
