@@ -10,6 +10,8 @@ from itertools import combinations, takewhile
 from typing import NamedTuple
 from unicodedata import normalize
 
+import numpy as np
+
 from damex.datasets.coco_records import Records
 from damex.datasets.coco_schema import Expectations
 from damex.datasets.findings import Finding, Location
@@ -52,13 +54,19 @@ class ClassCounts(NamedTuple):
     boxes: Counter[str]
 
 
+def are_labels(records: Records) -> np.ndarray:
+    """Whether each annotation is taught, or scored: evaluation heeds crowds alone."""
+    flags = ("iscrowd", "ignore")[: 2 if records.location.split == "train" else 1]
+    return ~np.any([records.is_set(flag) for flag in flags], axis=0)
+
+
 def count_boxes(records: Records) -> Counter[str]:
-    """Number of boxes by class name in a file; 0 for an unused class."""
-    found = Counter(record["category_id"] for record in records.annotations)
+    """Number of labels by class name in a file; 0 for an unused class."""
+    found = Counter(records.class_N[are_labels(records)].tolist())
     boxes: Counter[str] = Counter()
-    for key, name in records.categories.items():
+    for number, name in enumerate(records.categories.values()):
         if name:
-            boxes[name] += found[key]
+            boxes[name] += found[number]
     return boxes
 
 
@@ -75,7 +83,7 @@ def check_classes(
     yield from _check_names(first, expected, rename)
     if train is None:
         return
-    for name, count in train.boxes.items():
+    for name, count in train.boxes.items() if train.boxes.total() else ():
         if expected.uses(name) and not _is_dummy(name):
             yield from _check_counts(name, count, train, others)
     for other in others if not expected.is_choice else ():
@@ -123,7 +131,7 @@ def _check_counts(
     record = f"class {name!r}"
     if count == 0 and not any(other.boxes[name] for other in others):
         text = (
-            "no box is of this class, and it becomes an output of the detector all "
+            "no label is of this class, and it becomes an output of the detector all "
             "the same. Leave it out with classes=[...] in the mixture entry."
         )
         yield train.location.finding("unused-class", record, text)

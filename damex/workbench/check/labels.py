@@ -17,7 +17,7 @@ from damex.datasets.spec import DatasetSpec, parse_mixture
 from damex.errors import ConfigError, check_known, printable
 from damex.files import check_free, write_text
 from damex.options import option_of
-from damex.workbench.check.classes import similar_names
+from damex.workbench.check.classes import are_labels, similar_names
 from damex.workbench.check.sources import mixture_config_of
 
 FEW = 10  # minimum number of boxes to compare sizes and shapes
@@ -31,7 +31,7 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class ClassCount:
-    """Boxes of one class of one dataset."""
+    """Labeled boxes of one class of one dataset."""
 
     own: str  # the dataset's name of the class
     target: str | None  # the class of the mixture; None if left out
@@ -85,7 +85,7 @@ def labels(data: Sequence[str], *, cfg_options: Sequence[str], out: str | None) 
 
 
 def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCount]:
-    """Count the training boxes by class; ``mapping`` is class name -> mixture class."""
+    """Count training labels by class; ``mapping`` is class name -> mixture class."""
     source = spec.coco_source("train") or spec.coco_source("val")
     if source is None:
         return [ClassCount(own, mapping.get(own)) for own in spec.own_classes]
@@ -103,15 +103,12 @@ def count_classes(spec: DatasetSpec, mapping: Mapping[str, str]) -> list[ClassCo
         scale_N = np.sqrt((side_N2 / records.size_N2).prod(axis=1))
         shape_N = side_N2[:, 0] / side_N2[:, 1]
         is_valid_N = (side_N2 > 0).all(axis=1) & np.isfinite(scale_N) & (scale_N > 0)
-    found = []
+    found, is_label_N = [], are_labels(records)
     for number, name in enumerate(records.categories.values()):
-        is_own_N = records.class_N == number
+        is_own_N = (records.class_N == number) & is_label_N
+        about = mapping.get(name), int(is_own_N.sum()), above[name]
         boxes_B = is_own_N & is_valid_N
-        target = mapping.get(name)
-        measures = scale_N[boxes_B], shape_N[boxes_B]
-        found.append(
-            ClassCount(name, target, int(is_own_N.sum()), above[name], *measures)
-        )
+        found.append(ClassCount(name, *about, scale_N[boxes_B], shape_N[boxes_B]))
     return found
 
 
