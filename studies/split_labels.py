@@ -1,6 +1,6 @@
 """Two datasets of one kind: halves of a dataset, each with half of its labels.
 
-    python -m studies.split_labels data/toy/digits data/toy/shapes --out data/halves
+    python -m studies.split_labels data/toy/digits data/toy/shapes --out data/halves_toy
 
 Nothing in an image of ``digits_a`` says that it is not of ``digits_b``. In training,
 objects of the other half's classes have no label; in validation every image is in both
@@ -22,7 +22,7 @@ from damex.workbench.cli.run import program, run_command
 app = program(
     "python -m studies.split_labels",
     "Split COCO datasets into halves that label other classes.",
-    "python -m studies.split_labels data/toy/digits --out data/halves",
+    "python -m studies.split_labels data/toy/digits --out data/halves_toy",
 )
 
 

@@ -42,10 +42,10 @@ ARMS = {
     "longer_single": "one per dataset, 2 x training in all",
     "longer_damex_best": "`damex_best`, 2 x training",
     "dense_full": "one detector, 7 x training",
-    "template_full": "the template as it is, 7 x training",
-    "template_dense_full": "the template without experts, 7 x training",
+    "template_full": "the template with windows, 7 x training",
+    "template_dense_full": "the same without experts, 7 x training",
     "single_full": "one per dataset, 7 x training",
-    "template_single_full": "one per dataset, as the template, 7 x training",
+    "template_single_full": "one per dataset with its windows, 7 x training",
     "partitioned": "one detector, a head per dataset",
     "damex": "`damex`: the paper's experts",
     "damex_best": "`damex_best`: the default experts",
@@ -414,7 +414,7 @@ def questions() -> str:
     """The questions that users ask, each with a number, for the page of results."""
     real, worlds = "../results/seven-datasets.md", "../results/worlds.md"
     why, halves = f"{worlds}#what-removes-the-gain", "../results/completing.md"
-    windows, full = f"{real}#windows-for-small-objects", f"{real}#the-template-as-it-is"
+    windows, full = f"{real}#windows-for-small-objects", f"{real}#template-with-windows"
     alike = f"{real}#images-that-weigh-alike"
     detector = "../guides/transformers.md#a-small-detector-for-cpus"
     both = {**arms_of("one_or_seven"), "rt_detr_v2": arms_of("rt_detr_v2")["dense"]}
@@ -440,7 +440,13 @@ def questions() -> str:
             full,
         ),
         ("The same, without experts?", seven, both, "template_dense_full", full),
-        ("RT-DETRv2, for the same time?", seven, both, "rt_detr_v2", detector),
+        (
+            "RT-DETRv2, both without `image_balance`?",
+            seven,
+            both,
+            "rt_detr_v2",
+            detector,
+        ),
         ("Ignore what is not labeled?", "halves of diagrams", missing, found, halves),
         ("One name for different objects?", eight, conflict, best, worlds),
         ("The same, a head per dataset?", eight, conflict, "partitioned", worlds),
