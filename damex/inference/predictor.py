@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from mmengine.device import get_device
 
+from damex.config_files import mixture_datasets
 from damex.datasets.spec import TYPES, is_tile
 from damex.datasets.tiles import joined
 from damex.errors import ConfigError, DataError, check_number, check_sizes, printable
@@ -207,6 +208,8 @@ class Predictor:
                 "the folder of a dataset."
             )
         chosen = [{"tile": self.tile_of([one["name"]]), **one} for one in entries]
+        trained = self.stored.config.get(f"{split}_dataloader")
+        known, *_ = *mixture_datasets(trained), {}
         dataset = dict(
             type="MixtureDataset",
             datasets=chosen,
@@ -214,6 +217,7 @@ class Predictor:
             test_mode=True,
             pipeline=self.stored.pipeline,
             label_space=self.label_space.to_metainfo(),
+            on_bad_box=known.get("on_bad_box", "error"),
         )
         sampler = dict(type="DefaultSampler", shuffle=False)
         loader = dict(

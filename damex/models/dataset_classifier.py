@@ -204,9 +204,9 @@ def condition_on_dataset(detector: Any, labels: Sequence[int]) -> Iterator[None]
     passes have to wait meanwhile.
     """
     head = detector.bbox_head
-    modules = [*getattr(head, "cls_branches", ()), head]
-    if selects_by_first_class(detector):
-        modules.pop(-2)
+    # Branches that select queries by class 0, any object, may be those of all layers.
+    is_staged = selects_by_first_class(detector)
+    modules = [*(() if is_staged else getattr(head, "cls_branches", ())), head]
     foreign = torch.ones(head.num_classes, dtype=torch.bool)
     foreign[list(labels)] = False
 

@@ -430,8 +430,11 @@ def test_evaluation_looks_as_the_training_did(with_mixture, monkeypatch):
         type(tiled.stored), "evaluate", lambda self, detector, loader, **_: loader
     )
     street, park = dict(name="street", root="a"), dict(name="park", root="b")
+    mixture = dict(type="MixtureDataset", on_bad_box="drop")
+    tiled.stored.config["val_dataloader"] = dict(dataset=mixture)
     loader = tiled.evaluate([street, dict(street, tile=None), park])
     assert [one["tile"] for one in loader["dataset"]["datasets"]] == [40, None, None]
+    assert loader["dataset"]["on_bad_box"] == "drop"
 
 
 @pytest.mark.parametrize("batch_size", [1, 8])

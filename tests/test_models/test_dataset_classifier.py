@@ -7,6 +7,7 @@ from damex.models.dataset_classifier import (
     DatasetHead,
     annotated_classes,
     class_log_prior,
+    condition_on_dataset,
     dataset_loss,
     ignore_unannotated,
     router_posterior,
@@ -123,3 +124,21 @@ def test_groups_that_share_an_expert_still_sum_to_one():
     probs_VE = torch.tensor([[0.5, 0.3, 0.2]])
     posterior_BG = router_posterior(record_of(probs_VE.log(), Packing(1, 1), groups_GE))
     torch.testing.assert_close(posterior_BG, torch.tensor([[0.8, 0.5]]) / 1.3)
+
+
+@pytest.mark.parametrize("refine", [True, False])
+def test_a_given_dataset_leaves_the_choice_of_objects_alone(
+    build_mmdet, make_batch, refine
+):
+    """Column 0 of the first stage is any object; without refinement, it is shared."""
+    staged = dict(as_two_stage=True, with_box_refine=refine)
+    detector, chosen = build_mmdet("MoEDeformableDETR", **staged).eval(), []
+    step = detector.pre_decoder
+    detector.pre_decoder = lambda *a, **k: chosen.append(step(*a, **k)) or chosen[-1]
+    with torch.inference_mode():
+        detector.test_step(make_batch([None]))
+        with condition_on_dataset(detector, [1]):
+            (found,) = detector.test_step(make_batch([None]))
+    for all_classes, given in zip(*(one[0].values() for one in chosen), strict=True):
+        torch.testing.assert_close(given, all_classes)
+    assert {*found.pred_instances.labels.tolist()} == {1}
