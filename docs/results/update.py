@@ -74,8 +74,7 @@ def one_or_seven() -> str:
     """One detector or a detector per dataset: AP and cost, for README."""
     arms, cost = arms_of("one_or_seven"), stored("cost.json")
     lines = []
-    short = ("dense", "single", "longer_dense", "longer_single")
-    for name in (*short, "dense_full", "single_full"):
+    for name in cost["images"]:
         number = cost["per_dataset"] if "single" in name else cost["joint"]
         lines.append(
             [

@@ -56,7 +56,7 @@ class ClassCounts(NamedTuple):
 
 def are_labels(records: Records) -> np.ndarray:
     """Whether each annotation is taught, or scored: evaluation heeds crowds alone."""
-    flags = ("iscrowd", "ignore")[: 2 if records.location.split == "train" else 1]
+    flags = ["iscrowd", *["ignore"] * (records.location.split == "train")]
     return ~np.any([records.is_set(flag) for flag in flags], axis=0)
 
 
