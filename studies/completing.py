@@ -42,11 +42,14 @@ class Lesson(NamedTuple):
     """An arm that is completed after half of the time: its first and second half.
 
     With ``min_score``, all detections from there on become labels, right or wrong.
+    Without ``completes``, none do: a control for the second half's new schedule of
+    the learning rate.
     """
 
     teacher: str
     then: str = "negatives"
     min_score: float | None = None
+    completes: bool = True
 
     @property
     def folder(self) -> str:
@@ -63,6 +66,9 @@ LESSONS: Mapping[str, Lesson] = MappingProxyType(
             "ignored_if_found", "ignored_if_found"
         ),
         "completed_wrongly": Lesson("negatives", min_score=0.05),
+        "ignored_if_found_twice": Lesson(
+            "ignored_if_found", "ignored_if_found", completes=False
+        ),
     }
 )
 # A detector of each half, half of the time each, completes the other one; then one of
@@ -151,7 +157,7 @@ class Study:
         options, halves = ARMS[job.arm], self._folders(self.halves)
         teacher = self._train(name, job.seed, halves, epochs, options)
         for lesson in self.lessons:
-            if lesson.teacher == job.arm:
+            if lesson.teacher == job.arm and lesson.completes:
                 at_once = lesson.min_score
                 words = [] if at_once is None else ["--min-score", str(at_once)]
                 self._complete(teacher, epochs, teacher / lesson.folder, words)
@@ -167,7 +173,8 @@ class Study:
         if job.arm in LESSONS:
             lesson, epochs = LESSONS[job.arm], epochs // 2
             teacher = self.work_dir / f"teacher_{lesson.teacher}" / f"seed{job.seed}"
-            folders = self._folders(teacher / lesson.folder)
+            if lesson.completes:
+                folders = self._folders(teacher / lesson.folder)
             last = teacher / f"epoch_{epochs}.pth"
             options = {**ARMS[lesson.then], "load_from": str(last)}
         return _scores(self._train(job.arm, job.seed, folders, epochs, options))
