@@ -51,7 +51,7 @@ ARMS = {
     "damex_best": "`damex_best`: the default experts",
 }
 
-# After the design of the comparison, which has no test for them.
+# Fewer than five seeds, or after the design: the table gives them no verdict.
 ADDED = (
     *("dense_full", "template_full", "template_dense_full", "template_single_full"),
     *("longer_dense", "longer_single", "longer_damex_best"),
