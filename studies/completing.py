@@ -43,13 +43,15 @@ class Lesson(NamedTuple):
 
     With ``min_score``, all detections from there on become labels, right or wrong.
     Without ``completes``, none do: a control for the second half's new schedule of
-    the learning rate.
+    the learning rate. The second half starts from the teacher's weights, unless
+    ``anew``.
     """
 
     teacher: str
     then: str = "negatives"
     min_score: float | None = None
     completes: bool = True
+    anew: bool = False
 
     @property
     def folder(self) -> str:
@@ -69,6 +71,7 @@ LESSONS: Mapping[str, Lesson] = MappingProxyType(
         "ignored_if_found_twice": Lesson(
             "ignored_if_found", "ignored_if_found", completes=False
         ),
+        "completed_anew": Lesson("ignored_if_found", "ignored_if_found", anew=True),
     }
 )
 # A detector of each half, half of the time each, completes the other one; then one of
@@ -175,8 +178,10 @@ class Study:
             teacher = self.work_dir / f"teacher_{lesson.teacher}" / f"seed{job.seed}"
             if lesson.completes:
                 folders = self._folders(teacher / lesson.folder)
-            last = teacher / f"epoch_{epochs}.pth"
-            options = {**ARMS[lesson.then], "load_from": str(last)}
+            options = ARMS[lesson.then]
+            if not lesson.anew:
+                last = teacher / f"epoch_{epochs}.pth"
+                options = {**options, "load_from": str(last)}
         return _scores(self._train(job.arm, job.seed, folders, epochs, options))
 
     def _folders(self, source: Path) -> dict[str, Path]:
