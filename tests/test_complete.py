@@ -19,7 +19,7 @@ from damex.errors import ConfigError, DataError
 from damex.models.dataset_awareness import DatasetAwareness, DatasetAwarenessConfig
 from damex.options import option_of, parse_options
 from damex.workbench.api import Detector
-from damex.workbench.cli.train import train_completed
+from damex.workbench.cli.train import set_tiles, train_completed
 from damex.workbench.complete.complete import write_completed
 from damex.workbench.complete.datasets import Objects, read_datasets
 from damex.workbench.complete.teacher import (
@@ -295,6 +295,28 @@ def test_classes_that_the_training_left_out_are_labels_if_they_are_wanted(folder
     (cats, _) = read(folders, known=dict(cats={"cow": "cat"}))  # "cat" was dropped
     own = [row["id"] for row, _ in cats.splits["train"].annotations]
     assert own == [2, 3]  # of dog and cow
+
+
+@pytest.mark.parametrize(("named", "found"), [((), 2), (("cat", "dog"), 0)])
+def test_labels_that_the_training_left_out_return_if_named(
+    folders, tmp_path, named, found
+):
+    """A dog of the cats may be another animal: the detector's are found there."""
+    names = [dict(id=4, name="cat"), dict(id=5, name="dog")]
+    rows = [
+        dict(id=n, image_id=1, category_id=n, bbox=[n, 9, 9, 9], area=81, iscrowd=0)
+        for n in (4, 5)
+    ]
+    change(folders["cats"], "train", categories=names, annotations=rows)
+    teacher = FakeTeacher(CAT, DOG)
+    teacher.known = dict(cats={"cat": "cat"}, dogs={"dog": "dog"})
+    complete(teacher, folders, tmp_path / "done", classes=named)
+    document = json.loads((tmp_path / "done" / "cats" / "train.json").read_text())
+    dogs = {row["id"] for row in document["categories"] if row["name"] == "dog"}
+    kept = [row for row in document["annotations"] if row["category_id"] in dogs]
+    predicted = [row for row in kept if row.get("predicted")]
+    assert len(predicted) == found
+    assert len(kept) - len(predicted) == bool(named)
 
 
 def test_labels_count_as_training_reads_them(folders):
@@ -581,9 +603,11 @@ def commands(tmp_path, monkeypatch):
         folder.mkdir(parents=True, exist_ok=True)
         start = config_of_folders(named_folders(words[2:4]))
         merge_options(start, parse_options(words[words.index("--cfg-options") + 1 :]))
+        set_tiles(start, ["cats=32"] if "--tile" in words else [])
         (folder / "cats-dogs.py").write_text(f"mixture = {start.to_dict()['mixture']}")
         (folder / "last_checkpoint").touch()
-        (folder / "summary.json").write_text(json.dumps(dict(checkpoint="epoch_2.pth")))
+        summary = dict(checkpoint="epoch_2.pth", config="cats-dogs.py")
+        (folder / "summary.json").write_text(json.dumps(summary))
 
     monkeypatch.setattr("damex.workbench.cli.train.run_damex", run)
     return found
@@ -592,6 +616,7 @@ def commands(tmp_path, monkeypatch):
 def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     """Repeated, it keeps what is finished, and resumes what is not."""
     options = ["mixture.0.rename={cat: kitty}", "mixture.1.weight=2.0", "moe=dense"]
+    options.append("mixture.1.group=pets")
     options.append(option_of("work_dir", str(tmp_path / "run")))
     settings = dict(data=[*folders.values()], model=None, device="cpu")
     settings.update(work_dir=None, cfg_options=options, tile=["cats=32"])
@@ -610,9 +635,10 @@ def test_half_of_the_epochs_teaches_the_other_half(folders, tmp_path, commands):
     assert between == ["data", "complete", str(teacher), *out, "--device", "cpu"]
     completed = tmp_path / "run" / "completed"
     assert second[2:4] == [str(completed / name) for name in folders]
-    assert first[-4:] == options
-    seen = ["mixture.0.tile=32", option_of("load_from", str(teacher))]
-    assert second[-5:] == [*options[1:], *seen]
+    assert first[-5:] == options
+    seen = ["mixture.0.group=cats", "mixture.0.tile=32", "mixture.1.group=pets"]
+    seen.append(option_of("load_from", str(teacher)))
+    assert second[-8:] == [*options[1:], *seen]
     train_completed(**settings, epochs=None)
     assert [{*one} - {*second} for one in commands[3:]] == [{"--resume"}]
     (teacher.parent / "summary.json").unlink()  # as if interrupted

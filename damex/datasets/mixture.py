@@ -297,8 +297,10 @@ class MixtureDataset(Dataset):
 
     def _steps(self, spec: DatasetSpec, common: Sequence[Any]) -> Sequence[Any]:
         """Pipeline of a dataset, checked."""
-        where, own = f"dataset {spec.name!r}, {self.split}", spec.pipeline(self.split)
-        steps = own or common
+        where = f"dataset {spec.name!r}, {self.split}"
+        # Evaluation on training images is without their augmentation.
+        augments = self.test_mode and self.split == "train"
+        steps = common if augments else spec.pipeline(self.split) or common
         check_transforms(steps, where)
         return tiled(steps, spec.tile, test_mode=self.test_mode, where=where)
 

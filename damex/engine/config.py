@@ -369,7 +369,7 @@ def _set_batch_size(loader: dict) -> None:
 
 def _set_num_classes(model: dict, space: LabelSpace) -> None:
     """Set the number of classes of the heads; a contradiction is an error."""
-    for place, head in _heads(model, "model"):
+    for place, head in heads_of(model, "model"):
         typed = head.get("num_classes")
         if typed is not None and typed != space.num_classes:
             raise ConfigError(
@@ -380,11 +380,11 @@ def _set_num_classes(model: dict, space: LabelSpace) -> None:
         head["num_classes"] = space.num_classes
 
 
-def _heads(config: Mapping[str, Any], place: str) -> Iterator[tuple[str, dict]]:
-    """The ``bbox_head`` of a detector, or those of its stages, each with its place."""
+def heads_of(config: Mapping[str, Any], place: str) -> Iterator[tuple[str, dict]]:
+    """The ``bbox_head`` of a detector's config, or of its stages, with its place."""
     for key, value in config.items():
         if key == "bbox_head":
             stages = value if isinstance(value, (list, tuple)) else [value]
             yield from ((f"{place}.{key}", one) for one in stages if is_dict(one))
         elif is_dict(value):
-            yield from _heads(value, f"{place}.{key}")
+            yield from heads_of(value, f"{place}.{key}")

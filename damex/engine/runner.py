@@ -305,6 +305,8 @@ class MixtureRunner(Runner):
             shard_fully(self.model, optimizer_of(self.optim_wrapper))
         if self._resume and not self.evaluates:
             self.folder.iterations[Path(self._load_from).name] = self.iter
+        elif not self.evaluates and self.rank == 0:  # else --resume takes a run before
+            Path(self.work_dir, "last_checkpoint").unlink(missing_ok=True)
         self.has_begun = True
         self.dump_config()
         if intervals(self.param_schedulers) != planned:

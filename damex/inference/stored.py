@@ -23,6 +23,7 @@ from damex.datasets.geometry import set_image_size
 from damex.datasets.label_space import LabelSpace
 from damex.datasets.spec import is_tile, parse_mixture
 from damex.engine.checkpoint import check_finite, check_tensors
+from damex.engine.config import heads_of
 from damex.engine.model_folder import is_label_space
 from damex.engine.resumption import EVALUATED
 from damex.engine.summary import PREFIX, class_scores, scores_of, summarise
@@ -106,6 +107,16 @@ class DetectorCheckpoint:
         _check_names([*state], path)
         check_finite(state, path=path)
         space = LabelSpace.from_metainfo(meta["dataset_meta"])
+        counts = {head.get("num_classes") for _, head in heads_of(model, "model")}
+        groups = len(space.group_names)
+        if (
+            counts - {space.num_classes}
+            or (model.get("num_groups") or groups) != groups
+        ):
+            raise DataError(
+                f"the checkpoint {path} is damaged: its metadata (dataset_meta) lists "
+                f"{space.num_classes} classes in {groups} groups, its detector others."
+            )
         own = (name for classes in space.dataset_classes for name in classes)
         _check_names((*space.classes, *space.dataset_names, *space.groups, *own), path)
         return cls(

@@ -310,6 +310,16 @@ def test_misspelt_transforms_are_named(two_datasets, transform, fault):
         load(two_datasets, pipeline=[*LOAD, transform])
 
 
+def test_scores_of_training_images_are_without_their_augmentation(concat_entry):
+    """An entry's own pipeline of training would move pixels, and not the truth."""
+    pets, _ = concat_entry
+    first = pets["train"]["datasets"][0]
+    flip = [*LOAD, dict(type="RandomFlip", prob=1.0), dict(type="PackDetInputs")]
+    entry = dict(name="pets", train=dict(first, pipeline=flip))
+    shown = load([entry], test_mode=True)[0]["inputs"]
+    assert torch.equal(load([entry])[0]["inputs"], shown.flip(-1))
+
+
 def test_configs_that_cannot_be_are_refused(two_datasets, voc_entry, concat_entry):
     trained = MixtureDataset(datasets=two_datasets).metainfo
     pets, _ = concat_entry

@@ -152,6 +152,15 @@ def test_a_training_of_folders_names_merged_and_missing_classes(start, tmp_path)
     assert start("--data", folders[0]) == []
 
 
+def test_datasets_are_compared_as_they_are_trained(start, tmp_path, monkeypatch):
+    """Some cannot be read without an option."""
+    seen = []
+    monkeypatch.setattr(commands, "share_experts", lambda rows: seen.extend(rows) or [])
+    option = "mixture.0.classes=[car]"
+    start("--data", str(tmp_path / "street"), "--cfg-options", option)
+    assert seen[0]["classes"] == ["car"]
+
+
 def test_it_names_the_classes_of_the_training(start, tmp_path):
     """Those of a label file, not of the folders."""
     labels = dict(street=dict(bus="car"), park=dict(dog=None, person="walker"))

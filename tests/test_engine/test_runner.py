@@ -224,9 +224,21 @@ def test_a_checkpoint_of_weights_alone_can_be_loaded(make_runner, meta, is_evalu
     path = f"{runner.work_dir}/weights.pth"
     state = {k: torch.zeros_like(v) for k, v in runner.model.state_dict().items()}
     torch.save(dict(state_dict=state, **meta), path)
-    runner._evaluating = is_evaluated
+    runner.evaluates = is_evaluated
     runner.load_checkpoint(path)
     assert not any(parameter.any() for parameter in runner.model.parameters())
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_last_checkpoint_is_not_that_of_a_training_before(make_runner, evaluates):
+    """A new training may end before its first; an evaluation changes nothing."""
+    runner = make_runner()
+    _, runner.param_schedulers = schedule(runner)
+    marker = Path(runner.work_dir, "last_checkpoint")
+    marker.write_text("epoch_9.pth")
+    runner.evaluates = evaluates
+    runner.load_or_resume()
+    assert marker.exists() == evaluates
 
 
 @pytest.mark.parametrize(("epochs", "is_said"), [(2, False), (5, True)])

@@ -12,6 +12,7 @@ from torch import nn
 from damex.errors import ConfigError, DataError
 from damex.moe import LinearRouter, LowRankExperts, MoELayer, TopKGate
 from tests.test_hf.conftest import BACKBONES, PREPROCESSOR, TIMM
+from tests.test_models.test_detectors import assert_same
 
 pytest.importorskip("transformers", reason="needs the extra hf")
 
@@ -158,14 +159,7 @@ def test_an_image_does_not_depend_on_the_others_of_its_batch(
         alone = {key: values[image : image + 1] for key, values in batch.items()}
         (other,) = run_predict(detector, alone)
         assert other.routing_counts == found.routing_counts
-        assert torch.equal(other.pred_instances.labels, found.pred_instances.labels)
-        for field in ("scores", "bboxes"):
-            torch.testing.assert_close(
-                other.pred_instances[field],
-                found.pred_instances[field],
-                rtol=1e-4,
-                atol=1e-3,
-            )
+        assert_same([other], [found], rtol=1e-4, atol=1e-3)
 
 
 def test_boxes_are_pixels_of_the_original_image(
@@ -232,8 +226,7 @@ def test_copies_and_state_dicts_predict_the_same(
     other = build_hf(family)
     other.load_state_dict(twin.state_dict())
     for one in (twin, other):
-        for ours, theirs in zip(run_predict(one, batch), expected, strict=True):
-            assert torch.equal(ours.pred_instances.scores, theirs.pred_instances.scores)
+        assert_same(run_predict(one, batch), expected)
 
 
 COVERAGE = dict(labels=[[0, 1], [2, 3]], groups=[0, 1])

@@ -52,6 +52,22 @@ def test_datasets_that_do_not_fit_together_are_refused(save, change):
         Predictor(path)
 
 
+@pytest.mark.parametrize("key", ["classes", "datasets"])
+def test_datasets_of_another_detector_are_refused(save, key):
+    """They would index experts, or rows of the classifier, that it does not have."""
+    path = save()
+    content = torch.load(path, weights_only=False)
+    space = content["meta"]["dataset_meta"]
+    more = dict(space["datasets"][0], name="more", group="more")
+    added = dict(
+        classes=(*space["classes"], "more"), datasets=[*space["datasets"], more]
+    )
+    space[key] = added[key]
+    torch.save(content, path)
+    with pytest.raises(DataError, match="groups, its detector others"):
+        Predictor(path)
+
+
 def test_auto_looks_for_the_classes_of_the_most_probable_dataset(predictor, photos):
     seen = everything(predictor, sorted(photos.rglob("*.*")))
     assert len(seen) == 3
@@ -254,7 +270,7 @@ def test_a_detector_that_was_not_taught_has_to_be_told(save, photos):
 
 
 def test_the_only_dataset_is_looked_for(save, photos):
-    space = LabelSpace(("car", "dog"), ("park",), ({"dog": "dog"},), ("park",))
+    space = LabelSpace(SPACE.classes, ("park",), ({"dog": "dog"},), ("park",))
     predictor = Predictor(save(space=space, moe=False), device="cpu")
     assert (predictor.can_tell, predictor.auto_note) == (False, None)
     (one,) = everything(predictor, photos / "a.png")

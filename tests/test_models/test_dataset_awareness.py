@@ -10,6 +10,7 @@ import torch
 
 from damex.errors import ConfigError
 from damex.models import dataset_awareness
+from tests.test_models.test_detectors import assert_same
 
 # Three datasets and four classes: 1 is annotated by two datasets, the others by one.
 LABELS = [[0, 1], [1, 2], [3]]
@@ -67,14 +68,6 @@ def shift_classes(detector, classes, value):
             branch.bias[classes] += value
 
 
-def assert_equal(first, second):
-    """Detections are equal to the last bit."""
-    for a, b in zip(first, second, strict=True):
-        a, b = (getattr(one, "pred_instances", one) for one in (a, b))
-        for field in ("labels", "bboxes", "scores"):
-            assert torch.equal(a[field], b[field])
-
-
 # --- off, and the start ---------------------------------------------------------------
 
 
@@ -120,7 +113,7 @@ def test_the_head_leaves_the_detector_as_it_is(
     assert losses.pop("dataset_accuracy") in (0.0, 0.5, 1.0)
     assert losses.keys() == expected.keys()
     assert all(torch.equal(losses[key], expected[key]) for key in expected)
-    assert_equal(run_predict(aware, batch), run_predict(plain, batch))
+    assert_same(run_predict(aware, batch), run_predict(plain, batch))
 
 
 # --- training: classes that are ignored -----------------------------------------------
@@ -212,7 +205,7 @@ def test_a_sure_posterior_leaves_the_classes_of_its_dataset_alone(
         assert own.sum() == 2 * 50
         assert (ours.scores[~own] == 0).all()
         own_theirs = (theirs.labels == 1) | (theirs.labels == 2)
-        assert_equal([ours[own]], [theirs[own_theirs]])
+        assert_same([ours[own]], [theirs[own_theirs]])
 
 
 def test_detections_of_the_images_own_dataset_have_the_prior_too(
@@ -263,7 +256,7 @@ def test_a_router_that_is_not_used_yet_is_not_asked(
         build_aware(moe=moe),
     )
     dense = run_predict(aware, batch)
-    assert_equal(dense, run_predict(plain, batch))
+    assert_same(dense, run_predict(plain, batch))
     aware.begin_step(iteration=2, max_iters=4)
     sparse = run_predict(aware, batch)
     change = dense[0].pred_instances.scores - sparse[0].pred_instances.scores
@@ -277,7 +270,7 @@ def test_prediction_reads_no_dataset(build_aware, annotated_batch, run_predict):
     for sample in batch["data_samples"]:
         sample.set_metainfo(dict(dataset_id=-1, group_id=-1))
     unknown = run_predict(detector, batch)
-    assert_equal(known, unknown)
+    assert_same(known, unknown)
 
 
 # --- the head -------------------------------------------------------------------------
@@ -317,7 +310,7 @@ def test_nothing_is_left_over_after_a_step(
     logits = torch.zeros(2, 3, 4)
     assert detector.awareness.adjust(logits) is logits
     assert not detector.bbox_head._forward_hooks
-    assert_equal(run_predict(copy.deepcopy(detector), batch), expected)
+    assert_same(run_predict(copy.deepcopy(detector), batch), expected)
 
 
 # --- what is refused ------------------------------------------------------------------

@@ -14,6 +14,7 @@ from damex.models.context import RoutingContext
 from damex.models.insertion import moe_blocks
 from damex.models.starts import DensePhase
 from damex.moe import FFNExperts, LinearRouter, MoELayer, TopKGate
+from tests.test_models.test_detectors import assert_same
 
 SWITCH, MAX_ITERS = 3, 8
 ANNEALED = dict(
@@ -285,13 +286,6 @@ def test_a_warmup_needs_two_groups(build):
         build(moe=WARMED_UP, num_groups=1)
 
 
-def predictions(run_predict, detector, batch):
-    return [
-        (sample.pred_instances.bboxes, sample.pred_instances.scores)
-        for sample in run_predict(detector, copy.deepcopy(batch))
-    ]
-
-
 def banks(detector):
     return [
         parameter
@@ -327,7 +321,7 @@ def test_experts_start_as_the_ffn_with_its_moments_and_learn(
     start = snapshot(detector)
     train(detector, wrapper, make_batch, range(SWITCH))
     batch = make_batch([0, 2], seed=9, **BATCH)
-    before = predictions(run_predict, detector, batch)
+    before = run_predict(detector, batch)
     state = wrapper.optimizer.state
     first = [
         [t[0].clone() for t in (p, state[p]["exp_avg"], state[p]["exp_avg_sq"])]
@@ -348,9 +342,7 @@ def test_experts_start_as_the_ffn_with_its_moments_and_learn(
         assert torch.equal(router, start[name])  # no weight decay either
         assert router not in state
         assert router.requires_grad
-    after = predictions(run_predict, detector, batch)
-    for old, new in zip(before, after, strict=True):
-        torch.testing.assert_close(old, new, rtol=1e-5, atol=1e-5)
+    assert_same(before, run_predict(detector, batch), rtol=1e-5, atol=1e-5)
     (log,) = train(detector, wrapper, make_batch, [SWITCH])
     assert log["loss_moe_dataset_routing"] > 0
     assert routers(detector) <= changed(start, detector.state_dict())
@@ -365,7 +357,7 @@ def test_a_checkpoint_of_the_dense_phase_is_loaded_densely_or_into_experts(
     detector, wrapper = make(build, UPCYCLED)
     train(detector, wrapper, make_batch, range(2))
     batch = make_batch([0, 2], **BATCH)
-    before = predictions(run_predict, detector, batch)
+    before = run_predict(detector, batch)
     plain = build(moe=EXPERTS)
     plain.load_state_dict(detector.state_dict())
     for parameter in banks(detector):
@@ -373,9 +365,7 @@ def test_a_checkpoint_of_the_dense_phase_is_loaded_densely_or_into_experts(
     loaded = build(moe=UPCYCLED)
     loaded.load_state_dict(detector.state_dict())
     for other in (plain, loaded):
-        after = predictions(run_predict, other, batch)
-        for old, new in zip(before, after, strict=True):
-            torch.testing.assert_close(old, new, rtol=1e-5, atol=1e-5)
+        assert_same(before, run_predict(other, batch), rtol=1e-5, atol=1e-5)
     assert "routing_counts" not in run_predict(loaded, batch)[0]
     begin(detector, wrapper)
     loaded.load_state_dict(detector.state_dict())

@@ -72,11 +72,11 @@ def train(
         return
     use_device(device)
     start = config or config_of_folders(named_folders(data), model or "tiny")
-    alike = share_experts(start.mixture) if isinstance(start, Config) else []
     cfg = load_config(start, resumes=resume is not None, **run)
+    alike = share_experts(cfg.mixture) if isinstance(start, Config) else []
     set_tiles(cfg, tile)
     if has_experts(cfg):
-        _print_shared(cfg.get("mixture") or (), alike)
+        _print_shared(alike)
     if epochs is not None:
         cfg.max_epochs = epochs
     if amp:
@@ -125,17 +125,13 @@ def _scale_lr(cfg: Config) -> None:
     cfg.auto_scale_lr.enable = True
 
 
-def _print_shared(mixture: Sequence[Mapping[str, Any]], pairs: Sequence[Pair]) -> None:
+def _print_shared(pairs: Sequence[Pair]) -> None:
     """Say which datasets share experts as they look alike, on the first process."""
     for first, second, _ in pairs if os.environ.get("RANK", "0") == "0" else ():
-        groups = {entry["name"]: entry.get("group") for entry in mixture}
-        shared = groups.get(first)
-        # --cfg-options may have separated them.
-        if shared is not None and shared == groups.get(second):
-            print(
-                f"{first} and {second} look alike: they share experts. To keep them "
-                "apart: --cfg-options mixture.0.group=NAME mixture.1.group=OTHER ..."
-            )
+        print(
+            f"{first} and {second} look alike: they share experts. To keep them "
+            "apart: --cfg-options mixture.0.group=NAME mixture.1.group=OTHER ..."
+        )
 
 
 def _print_classes(runner: Runner, data: Sequence[str]) -> None:
@@ -266,7 +262,7 @@ def train_completed(
     start = config_of_folders(folders, model or "tiny")
     cfg = load_config(start, work_dir=work_dir, cfg_options=cfg_options)
     set_tiles(cfg, tile)
-    total, tiles = _checked(cfg, epochs)
+    total = _checked(cfg, epochs)
     base = Path(cfg.work_dir)
     teacher, completed = base / "teacher", base / "completed"
     words = dict(data=folders, model=model, epochs=total, tile=[*tile])
@@ -286,8 +282,13 @@ def train_completed(
     done = [str(completed / name) for name in folders]
     rest = [*common, "--epochs", str(total - total // 2)]
     kept = [word for word in cfg_options if not _OF_LABELS.match(word)]
-    start = option_of("load_from", checkpoint)
-    _train_or_resume(base, done, rest, [*kept, *tiles, start])
+    for n, one in enumerate(read_part(str(teacher / summary["config"])).mixture):
+        # What the teacher chose by its images: completed ones might decide otherwise.
+        kept.append(option_of(f"mixture.{n}.group", one.get("group") or one["name"]))
+        if one.get("tile") is not None:
+            kept.append(option_of(f"mixture.{n}.tile", one["tile"]))
+    kept.append(option_of("load_from", checkpoint))
+    _train_or_resume(base, done, rest, kept)
 
 
 def _train_or_resume(
@@ -302,8 +303,6 @@ def _train_or_resume(
         begun = read_part(str(config)).mixture if config.exists() else [{}]
         parents = {Path(one.get("root") or "").parent.name for one in begun}
         resumes = parents == {"completed"}
-    if not resumes:
-        last.unlink(missing_ok=True)
     settings = ["--cfg-options", *options] if options else []
     words = ["train", "--data", *data, *words, "--work-dir", str(folder)]
     _run([*words, *["--resume"] * resumes, *settings])
@@ -318,8 +317,8 @@ def _run(words: Sequence[str]) -> None:
         raise KeyboardInterrupt(said) from error
 
 
-def _checked(cfg: Config, epochs: int | None) -> tuple[int, list[str]]:
-    """Epochs and options of windows; ConfigError if nothing is missing or to halve."""
+def _checked(cfg: Config, epochs: int | None) -> int:
+    """The number of epochs; ConfigError if nothing is missing or to halve."""
     cfg, _ = complete_config(cfg)
     total = epochs or cfg.train_cfg.get("max_epochs")
     if (cfg.get("default_hooks") or {}).get("checkpoint", {}) is None:
@@ -339,8 +338,7 @@ def _checked(cfg: Config, epochs: int | None) -> tuple[int, list[str]]:
             "--complete: each dataset annotates all classes of the mixture that are "
             "not kept apart, so nothing is missing; leave it out."
         )
-    sides = [(n, one.tile) for n, one in enumerate(cfg.mixture) if "tile" in one]
-    return total, [f"mixture.{n}.tile={side}" for n, side in sides]
+    return total
 
 
 def _remember(file: Path, words: Mapping[str, Any]) -> None:

@@ -121,10 +121,10 @@ def write_completed(
     for name in classes:
         check_known(name, teacher.classes, f"--classes: the teacher finds no {name!r}")
     chosen = classes or teacher.classes
-    datasets = read_datasets(entries, teacher.known, chosen)
+    datasets = read_datasets(entries, teacher.known, classes)
     missing = _missing(teacher, datasets, chosen)
     wanted = [*dict.fromkeys(name for row in missing.values() for name in row)]
-    references = [*datasets, *_readable(teacher, datasets, chosen)]
+    references = [*datasets, *_readable(teacher, datasets, classes)]
     with atomic_folder(out) as draft:
         with Bar() as bar:
             found = find_thresholds(teacher, references, wanted, min_score, bar)
