@@ -92,7 +92,12 @@ def _word(text: str) -> Any:
 def _is_enclosed(text: str) -> bool:
     """Whether the first bracket of a value is closed by its last character."""
     rows = [*_outside_quotes(text)]
-    if sum(BRACKETS.get(char, 0) for _, char, _ in rows) != 0:
+    open_ends: list[str] = []
+    for _, char, _ in rows:
+        if char in CLOSED and (not open_ends or open_ends.pop() != char):
+            raise ValueError("brackets")
+        open_ends += CLOSING.get(char, "")
+    if open_ends:
         raise ValueError("brackets")
     ends = [place for place, char, depth in rows if char in CLOSED and not depth]
     return ends[0] == len(text) - 1
@@ -122,8 +127,6 @@ def _outside_quotes(text: str) -> Iterator[tuple[int, str, int]]:
                 raise ValueError("quotes")
             place = quoted.end()
             before = char
-            if place == len(text) and depth == 0:
-                return
             continue
         depth = max(depth + BRACKETS.get(char, 0), 0)
         yield place, char, depth

@@ -315,7 +315,6 @@ def view_of(pipeline: Sequence[Mapping[str, Any]], path: Path) -> View:
 
 
 def _draws(step: Mapping[str, Any], state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Results of a step for several seeds."""
     # Imports that take seconds; a check of data only reads the size of images.
     from mmdet.registry import TRANSFORMS
 

@@ -230,6 +230,8 @@ class LabelSpace:
         dataset keeps its classes, as ``dataset/class``; a label file decides class by
         class. ConfigError if the mode is unknown, or the file does not fit.
         """
+        if isinstance(mode, Mapping) and "classes" in mode:  # of a trained mixture
+            return cls.from_metainfo(mode)
         rules = mode if isinstance(mode, LabelFile) else read_label_space(mode)
         if isinstance(rules, str):
             rules = LabelFile({}, unlisted=rules)
@@ -248,15 +250,6 @@ class LabelSpace:
             dataset_classes=tuple(mappings),
             groups=tuple(spec.group_name for spec in specs),
         )
-
-    @classmethod
-    def of(
-        cls, specs: Sequence[DatasetSpec], mode: str | Mapping[str, Any]
-    ) -> LabelSpace:
-        """The label space of a trained mixture, or a new one as in `from_specs`."""
-        if isinstance(mode, Mapping) and "classes" in mode:
-            return cls.from_metainfo(mode)
-        return cls.from_specs(specs, mode=mode)
 
     @classmethod
     def from_metainfo(cls, metainfo: Mapping[str, Any]) -> LabelSpace:

@@ -132,7 +132,7 @@ class MixtureDataset(Dataset):
         self._filters = filter_empty and not self.test_mode  # images without boxes
         self.on_bad_box = on_bad_box
         self.max_refetch = max_refetch
-        self.label_space = LabelSpace.of(self.specs, label_space)
+        self.label_space = LabelSpace.from_specs(self.specs, mode=label_space)
         self._identities = [self._identity(spec) for spec in self.specs]
         pipelines = [self._steps(spec, pipeline) for spec in self.specs]
         self.pipelines = [Compose(transforms) for transforms in pipelines]
@@ -317,7 +317,6 @@ class MixtureDataset(Dataset):
         return identity
 
     def _build(self, spec: DatasetSpec) -> BaseDataset:
-        """Build and load one dataset of the mixture."""
         dataset_id = self.label_space.dataset_id(spec.name)
         own = tuple(self.label_space.dataset_classes[dataset_id])
         if isinstance(spec.train, Mapping) and len(own) < len(spec.own_classes):

@@ -144,6 +144,9 @@ def image_scales(
             break  # what follows resizes a part of the image
         is_resize = "Resize" in str(step.get("type"))
         scale = step.get("scale", step.get("scales"))
+        sides = scale if "scales" in step and isinstance(scale, list) else [scale]
+        if all(isinstance(side, int) for side in sides):  # of squares, as in mmcv
+            scale = [(side, side) for side in sides]
         is_size = np.size(scale) % 2 == 0  # and not a factor, or missing
         if is_resize and is_size and (step.get("keep_ratio") or not keep_ratio):
             found += np.reshape(scale, (-1, 2)).astype(float).tolist()

@@ -356,6 +356,8 @@ def _problems_of_values(entry: Mapping[str, Any]) -> Iterator[str]:
         if key == "tile" and value == "auto":
             continue
         fits = value is None or isinstance(value, kinds)
+        if key == "img" and isinstance(value, Mapping):
+            fits = all(isinstance(one, str) for one in value.values())
         if fits and value is not None and key in BOUNDS:
             least, most = BOUNDS[key]
             fits = least <= value < most and not isinstance(value, bool)

@@ -127,6 +127,12 @@ def _as_data(loader: Callable[[str, Any], Any]) -> Callable[..., dict]:
                 "dict of tensors that a detector needs."
             )
         state = checkpoint.get("state_dict", checkpoint)
+        parts = dict(state_dict=state, meta=checkpoint.get("meta") or {})
+        for key, part in parts.items():
+            if not isinstance(part, dict):
+                raise DataError(
+                    f"the checkpoint {path} is damaged: its {key} is not a dict."
+                )
         if all(str(key).startswith(WRAPPER) for key in state):  # saved from DDP
             for key in [*state]:
                 state[key.removeprefix(WRAPPER)] = state.pop(key)

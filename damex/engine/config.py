@@ -240,8 +240,9 @@ def _is_positive(value: Any) -> bool:
 
 def check_answers(model: Mapping[str, Any]) -> None:
     """Raise ConfigError if ``max_per_img`` is too high for a detector's queries."""
-    queries, head = model.get("num_queries"), model.get("bbox_head") or {}
+    queries, heads = model.get("num_queries"), [*heads_of(model, "model")]
     asked = (model.get("test_cfg") or {}).get("max_per_img")
+    head = heads[-1][1] if heads else {}
     loss = head.get("loss_cls")
     if queries is None or asked is None or loss is None:
         return

@@ -170,7 +170,6 @@ def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
 
 
 def _stored_state(checkpoint: Mapping[str, Any], path: str) -> dict[str, dict]:
-    """Optimizer state by parameter name."""
     names = (checkpoint.get("meta") or {}).get(NAMES)
     if "optimizer" not in checkpoint or names is None:
         what = "parameter names of its optimizer" if names is None else "optimizer"

@@ -149,7 +149,6 @@ class Inputs:
             yield packed
 
     def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """Apply the rest of the pipeline."""
         if (levels := loaded.pop("levels", None)) is not None:
             self._say_depth(loaded["img_path"] or "an image", levels)
         pixels, (height, width) = loaded["img"], loaded["img_shape"][:2]

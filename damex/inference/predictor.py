@@ -242,7 +242,6 @@ class Predictor:
         keep_images: bool,
         skip: Skip,
     ) -> Iterator[Prediction]:
-        """Predictions of preprocessed images."""
         while batch := list(islice(packed, batch_size)):
             side = choice.tile if isinstance(tile, str) else tile
             rows: Iterable[Any] = self._run_each(batch, choice, skip)
@@ -298,7 +297,6 @@ class Predictor:
         return joined(parts)
 
     def _choose(self, dataset: str) -> _Choice:
-        """Resolve the ``dataset`` argument."""
         space = self.label_space
         every = list(range(space.num_classes))
         if dataset == "auto" and not self.can_tell:
@@ -321,7 +319,6 @@ class Predictor:
         return _Choice(dict(group_id=group), labels, name, tile)
 
     def _members(self, group: int) -> list[str]:
-        """Names of the datasets of a group."""
         rows = enumerate(self.datasets)
         return [name for n, name in rows if self.label_space.group_id(n) == group]
 
@@ -340,7 +337,6 @@ class Predictor:
     def _prediction(
         self, sample: Any, choice: _Choice, min_score: float, image: np.ndarray | None
     ) -> Prediction:
-        """Convert a data sample to a prediction."""
         space = self.label_space
         posterior = sample.metainfo.get("group_posterior", ())
         probabilities = dict(zip(space.group_names, posterior, strict=False))

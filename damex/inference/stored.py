@@ -82,12 +82,13 @@ class DetectorCheckpoint:
                 f"the checkpoint {path} holds no config to build its detector from; "
                 "use one that a training with damex wrote."
             )
-        if "datasets" not in (meta.get("dataset_meta") or {}):
+        stored = meta.get("dataset_meta")
+        if not isinstance(stored, dict) or "datasets" not in stored:
             raise ConfigError(
                 f"the checkpoint {path} is of a training without a mixture and lists "
                 "no datasets with their classes; use mmdet's own tools."
             )
-        if not is_label_space(meta["dataset_meta"]):
+        if not is_label_space(stored):
             raise DataError(
                 f"the checkpoint {path} is damaged: the classes and datasets of its "
                 "metadata (dataset_meta) do not fit together."
@@ -106,7 +107,7 @@ class DetectorCheckpoint:
             check_parts(dict(model=model, pipeline=pipeline), where=path)
         _check_names([*state], path)
         check_finite(state, path=path)
-        space = LabelSpace.from_metainfo(meta["dataset_meta"])
+        space = LabelSpace.from_metainfo(stored)
         counts = {head.get("num_classes") for _, head in heads_of(model, "model")}
         groups = len(space.group_names)
         if (
@@ -295,9 +296,12 @@ def disable_expert_parallel(model: Mapping[str, Any]) -> None:
 
 def _test_pipeline(config: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
     """Test pipeline without the steps that need annotations."""
-    loader = config.get("test_dataloader") or config.get("val_dataloader") or {}
-    steps = (loader.get("dataset") or {}).get("pipeline") or config.get("test_pipeline")
-    steps = [dict(step) for step in steps or () if isinstance(step, dict)]
+    steps: Any = config.get("test_dataloader") or config.get("val_dataloader")
+    for key in ("dataset", "pipeline"):
+        steps = steps.get(key) if isinstance(steps, dict) else None
+    steps = steps or config.get("test_pipeline")
+    steps = steps if isinstance(steps, list | tuple) else ()
+    steps = [dict(step) for step in steps if isinstance(step, dict)]
     kept = [step for step in steps if step.get("type") not in ANNOTATION_STEPS]
     if not kept or kept[0].get("type") != "LoadImageFromFile":
         raise DataError(

@@ -178,7 +178,6 @@ def activation_of(dense: FFN) -> str:
 
 
 def _biases(dense: FFN) -> list[Tensor]:
-    """Return copies of the biases of an FFN's two linear layers."""
     linears = (dense.layers[0][0], dense.layers[1])
     return [linear.bias.detach().clone() for linear in linears]
 

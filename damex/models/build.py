@@ -239,7 +239,6 @@ def build_module(
 
 
 def _known_types(field: str) -> list[str]:
-    """Return the names of the registered classes for a field of ``moe``."""
     bases: dict[str, type] = {"gate": Gate, "losses": RoutingLoss}
     base, suffix = bases.get(field), "Router" if field == "router" else ""
     return sorted(

@@ -134,7 +134,6 @@ class RoutedDetector(_Detector):
         checkpoint_layers(self, num_cp, context=self.routing)
 
     def _insert(self, moe: MoEConfig, num_groups: int | None) -> Any:
-        """Insert experts or gates, and return the report."""
         where: dict[str, Any] = dict(context=self.routing, num_groups=num_groups)
         report: Any
         if moe.channels is not None:

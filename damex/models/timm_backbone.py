@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import islice
@@ -215,7 +216,7 @@ class TimmBackbone(BaseModule):
     def forward(self, images_BCHW: Tensor) -> tuple[Tensor, ...]:
         """Return one map per index, of size ceil(image size / stride)."""
         height, width = images_BCHW.shape[-2:]
-        step = max(32, *self.reductions)
+        step = math.lcm(32, *self.reductions)
         # In this form, an export knows that the sides are multiples.
         below, right = ((x + step - 1) // step * step - x for x in (height, width))
         padded = functional.pad(images_BCHW, (0, right, 0, below))

@@ -316,16 +316,10 @@ def group_experts_mask(
         raise ValueError("group_experts: needs at least one dataset group, got none")
     mask_GE = torch.zeros(len(group_experts), num_experts, dtype=torch.bool)
     for group, experts in enumerate(group_experts):
-        if len(experts) == 0:
+        if len(experts) == 0 or not all(0 <= e < num_experts for e in experts):
             raise ValueError(
-                f"group_experts: group {group} has no expert; name one or more ids in "
-                f"[0, {num_experts})"
+                f"group_experts: group {group} must name one or more ids in "
+                f"[0, {num_experts}), got {experts}; correct it or raise num_experts"
             )
-        for expert in experts:
-            if not 0 <= expert < num_experts:
-                raise ValueError(
-                    f"group_experts: group {group} names expert {expert}, but ids must "
-                    f"lie in [0, {num_experts}); raise num_experts or correct the map"
-                )
-            mask_GE[group, expert] = True
+        mask_GE[group, [*experts]] = True
     return mask_GE

@@ -46,17 +46,10 @@ class NormalizedGD(Optimizer):
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
         """Move all experts and return the loss of `closure`, if given."""
-        loss = _evaluate(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             _move(group["params"], lr=group["lr"])
         return loss
-
-
-def _evaluate(closure: Callable[[], float] | None) -> float | None:
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()
 
 
 def expert_parameters(
@@ -139,7 +132,7 @@ class ChainedOptimizer(Optimizer):
         self, closure: Callable[[], float] | None = None
     ) -> float | None:
         """Step both; return the loss of `closure`."""
-        loss = _evaluate(closure)
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss

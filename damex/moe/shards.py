@@ -244,7 +244,6 @@ def _timeout_of(group: Any, device: torch.device) -> timedelta | None:
 
 
 def _is_shaped(value: Any, tensor: Tensor) -> bool:
-    """Return whether a value is a tensor of the shape of another."""
     return isinstance(value, Tensor) and value.shape == tensor.shape
 
 

@@ -267,18 +267,13 @@ def gated_conv2d(
     batch norm with running statistics or none, and activations that map 0 to 0.
     """
     if skip_closed and (gates_BC is not None or in_gates_BC is not None):
-        y_BCHW = torch.cat(
-            [
-                _one_image(
-                    x_BCHW[image : image + 1],
-                    None if gates_BC is None else gates_BC[image],
-                    None if in_gates_BC is None else in_gates_BC[image],
-                    conv=conv,
-                    norm=norm,
-                )
-                for image in range(x_BCHW.shape[0])
-            ]
-        )
+        count = len(x_BCHW)
+        if gates_BC is None:
+            gates_BC = x_BCHW.new_ones(count, conv.out_channels)
+        if in_gates_BC is None:
+            in_gates_BC = x_BCHW.new_ones(count, conv.in_channels)
+        rows = zip(x_BCHW.split(1), gates_BC, in_gates_BC, strict=True)
+        y_BCHW = torch.cat([_one_image(*row, conv=conv, norm=norm) for row in rows])
     else:
         y_BCHW = conv(x_BCHW)
         if norm is not None:
@@ -291,23 +286,18 @@ def gated_conv2d(
 
 def _one_image(
     x_1CHW: Tensor,
-    gates_C: Tensor | None,
-    in_gates_C: Tensor | None,
+    gates_C: Tensor,
+    in_gates_C: Tensor,
     *,
     conv: nn.Conv2d,
     norm: nn.Module | None,
 ) -> Tensor:
     """Compute the open channels of one image from the open ones of its input."""
-    open_O = None if gates_C is None else gates_C.nonzero().squeeze(1)
-    weight, bias = _select(conv.weight, open_O), _select(conv.bias, open_O)
-    if in_gates_C is not None:
-        open_in = in_gates_C.nonzero().squeeze(1)
-        weight = weight.index_select(1, open_in)
-        x_1CHW = x_1CHW.index_select(1, open_in)
-    y_1OHW = _conv(x_1CHW, weight, bias, like=conv)
+    open_O, open_in = (one.nonzero().squeeze(1) for one in (gates_C, in_gates_C))
+    weight = conv.weight.index_select(0, open_O).index_select(1, open_in)
+    x_1CHW = x_1CHW.index_select(1, open_in)
+    y_1OHW = _conv(x_1CHW, weight, _select(conv.bias, open_O), like=conv)
     y_1OHW = _norm(y_1OHW, norm, open_O)
-    if gates_C is None or open_O is None:
-        return y_1OHW
     y_1OHW = y_1OHW * gates_C.index_select(0, open_O).to(y_1OHW.dtype)[:, None, None]
     y_1CHW = y_1OHW.new_zeros(1, gates_C.shape[0], *y_1OHW.shape[2:])
     return y_1CHW.index_copy(1, open_O, y_1OHW)
@@ -332,7 +322,7 @@ def _out_size(size: int, conv: nn.Conv2d, axis: int) -> int:
     return (size + 2 * int(conv.padding[axis]) - reach) // conv.stride[axis] + 1
 
 
-def _norm(y_1OHW: Tensor, norm: nn.Module | None, open_O: Tensor | None) -> Tensor:
+def _norm(y_1OHW: Tensor, norm: nn.Module | None, open_O: Tensor) -> Tensor:
     """Apply batch norm, if any, to selected channels, with running statistics."""
     if not isinstance(norm, _BatchNorm) or y_1OHW.shape[1] == 0:
         return y_1OHW
@@ -371,6 +361,6 @@ def gated_ffn(
     return torch.stack(outputs)
 
 
-def _select(values: Any, index: Tensor | None) -> Any:
-    """Select along axis 0; None stays None, and without an index all is selected."""
-    return values if values is None or index is None else values.index_select(0, index)
+def _select(values: Any, index: Tensor) -> Any:
+    """Select along axis 0; None stays None."""
+    return None if values is None else values.index_select(0, index)

@@ -146,7 +146,6 @@ class DenseSoftmaxGate(Gate):
 
 
 def _all_routes(weights_VE: Tensor) -> Assignment:
-    """Route every token to every expert."""
     num_experts = weights_VE.shape[1]
     ids_E = torch.arange(num_experts, device=weights_VE.device)
     return Assignment.from_topk(

@@ -691,13 +691,28 @@ def test_sizes_of_parts_of_an_image_are_not_those_of_images(steps, found):
     assert len(image_scales([[pipeline]], keep_ratio=True)) == found
 
 
-@pytest.mark.parametrize("scale", [(48, 32), [(24, 16), (48, 32)], (), 2])
+@pytest.mark.parametrize(
+    ("step", "found"),
+    [
+        (dict(type="Resize", scale=640), ((640, 640),)),
+        (dict(type="Resize", scale=[48, 32]), ((48, 32),)),
+        (dict(type="RandomChoiceResize", scales=[480, 512]), ((480, 480), (512, 512))),
+        (dict(type="RandomChoiceResize", scales=[(48, 32)]), ((48, 32),)),
+    ],
+)
+def test_one_side_is_that_of_a_square(step, found):
+    assert image_scales([step]) == found
+
+
+@pytest.mark.parametrize("scale", [(48, 32), [(24, 16), (48, 32)], (), 0.5])
 def test_sizes_to_draw_from_count_by_the_largest(dataset, scale):
     pipeline = [dict(type="RandomResize", scale=scale)]
     (spec,) = parse_mixture(dataset.config()["mixture"])
     cfg = dict(train_dataloader=dict(dataset=dict(pipeline=pipeline)))
     found = expectations(cfg, spec, "train").scales
-    assert max(found, default=None) == ((48.0, 32.0) if scale not in ((), 2) else None)
+    assert max(found, default=None) == (
+        (48.0, 32.0) if scale not in ((), 0.5) else None
+    )
 
 
 def test_a_file_name_too_long_for_a_file_is_a_missing_image(dataset):

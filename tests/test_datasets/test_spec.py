@@ -60,6 +60,7 @@ ROOT = dict(root="r", data_root=None, train=None)
         (dict(data_root=3), "data_root must be a path, got 3"),
         (dict(root=["a"]), "root must be a path, got ['a']"),
         (dict(img=["i"]), "img must be a path, or a dict with one for each split, got"),
+        (dict(img=dict(train=5)), "img must be a path, or a dict with one for each sp"),
         (dict(rename=[("a", "b")]), "rename must be a dict, got [('a', 'b')]"),
         (dict(group=2), "('a'): group must be a text, got 2"),
         *((dict(classes=value), f"{LIST}{value!r}") for value in (3, [1, 2], "car")),

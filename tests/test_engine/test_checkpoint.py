@@ -193,7 +193,12 @@ def test_the_schemes_of_mmengine_load_as_data_too(website, evil, monkeypatch, fo
 
 @pytest.mark.parametrize(
     ("content", "error"),
-    [(dict(state_dict=Fetch()), "holds more than"), ([1, 2], "holds a list")],
+    [
+        (dict(state_dict=Fetch()), "holds more than"),
+        ([1, 2], "holds a list"),
+        (dict(state_dict=["module.x"]), "its state_dict is not a dict"),
+        (dict(state_dict={}, meta=[1]), "its meta is not a dict"),
+    ],
 )
 def test_what_is_more_than_a_dict_of_data_is_refused(tmp_path, content, error):
     torch.save(content, tmp_path / "x.pth")

@@ -310,6 +310,7 @@ def test_options_that_cannot_be_merged_end_in_one_line(options, words):
     [
         ("train_pipeline=[1,2", r"brackets of 'train_pipeline=.1,2' .* key=.a,b."),
         ("a=[1]]", "the brackets of"),
+        ("a=[1,2)", "the brackets of"),
         ("a={x}", "the brackets of"),
         ("a=dict(x)", "the brackets of"),
         ("a='x", "the quotes of"),

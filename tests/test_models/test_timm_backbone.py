@@ -28,6 +28,7 @@ SWIN = dict(
         (dict(name="test_resnet", out_indices=(2, 4)), [48, 96], [8, 32]),
         (dict(name="test_efficientnet", out_indices=(1, 2)), [24, 32], [4, 8]),
         (dict(name="test_vit", out_indices=(1, 3)), [64, 64], [16, 16]),
+        (dict(name="test_vit", patch_size=14, out_indices=(3,)), [64], [14]),
     ],
     ids=lambda value: value.get("name") if isinstance(value, dict) else "",
 )
@@ -39,7 +40,8 @@ def test_maps_of_any_image_size(config, channels, reductions, size):
     images = torch.rand(2, 3, *size)
     with torch.no_grad():
         maps = backbone(images)
-        if size == (64, 96):  # whole strides: timm's own maps, channels first
+        # Whole strides: timm's own maps, channels first.
+        if not any(side % stride for side in size for stride in reductions):
             for ours, theirs in zip(maps, backbone.net(images), strict=True):
                 turned = theirs.movedim(-1, 1) if config is SWIN else theirs
                 assert torch.equal(ours, turned)

@@ -180,7 +180,7 @@ def class_mappings(
     dataset = (cfg.get("train_dataloader") or {}).get("dataset") or {}
     mode = dataset.get("label_space") or cfg.get("label_space") or "union"
     try:
-        return [*LabelSpace.of(specs, mode).dataset_classes], ""
+        return [*LabelSpace.from_specs(specs, mode=mode).dataset_classes], ""
     except (ConfigError, DataError) as error:
         return [None] * len(specs), str(error)
 
