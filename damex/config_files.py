@@ -214,6 +214,8 @@ def merge_options(cfg: Config, options: Mapping[str, Any]) -> None:
             f"--cfg-options {' '.join(options)} set one field as a whole and in part; "
             "keep one of them."
         ) from error
+    if any(name.startswith("custom_imports") for name in options):
+        import_modules(cfg)  # those of the file were imported with it
     # A written config has the mixture in its dataloaders as well.
     for dataset in mixtures_of(cfg) if mixture is not None else ():
         if dataset.get("datasets") == mixture:  # else evaluation uses a part of it
@@ -238,11 +240,9 @@ def _check_name(cfg: Config, name: str, value: Any) -> None:
 
 def _at_place_of_moe(cfg: Config, options: Mapping[str, Any]) -> dict[str, Any]:
     """Rename options of ``moe`` to where the config has it."""
-    is_at_top = "moe" in options or "moe" in cfg
-    is_inside = not is_at_top and "moe" in (cfg.get("model") or {})
+    is_inside = "moe" not in {*cfg, *options} and "moe" in (cfg.get("model") or {})
     place = "model.moe." if is_inside else "moe."
-    start = re.compile(r"^(model\.)?moe\.")
-    return {start.sub(place, name): value for name, value in options.items()}
+    return {re.sub(r"^(model\.)?moe\.", place, key): v for key, v in options.items()}
 
 
 def _merged(cfg: Any, name: str, value: Any) -> Any:

@@ -64,6 +64,7 @@ def runs_of(folder: Path) -> Iterator[dict[str, Any]]:
         record |= {key: found[key] for key in ("mean_ap", "mean_ap50", "pooled_ap")}
         if again := summary(folder / f"{arm}-not_told" / path.name, "test_"):
             record["not_told"] = again["mean_ap"]
+            record["pooled_not_told"] = again["pooled_ap"]
         if shares := found.get("routing_accuracy"):
             record["routing"] = shares
         record["datasets"] = {

@@ -17,7 +17,12 @@ from mmengine.device import utils
 
 from damex.__main__ import main
 from damex.config_files import find_config, merge_options
-from damex.engine.config import build_runner, label_space_of, resolve_config
+from damex.engine.config import (
+    build_runner,
+    label_space_of,
+    load_config,
+    resolve_config,
+)
 from damex.errors import ConfigError
 from damex.models.insertion import moe_blocks
 from damex.options import option_of, parse_options
@@ -512,6 +517,14 @@ def test_a_fault_in_a_class_of_the_user_keeps_its_traceback(
     hooks = "custom_hooks = [dict(type='Broken', rate=1)]"
     with pytest.raises(error):
         run("train", write_config(extra=imports + hooks))
+
+
+def test_an_option_imports_modules(write_config, tmp_path, monkeypatch):
+    (tmp_path / "named_by_option.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    options = ["custom_imports.imports=[named_by_option]"]
+    load_config(str(write_config()), cfg_options=options)
+    assert "named_by_option" in sys.modules
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="mmengine's AMP needs a GPU")
