@@ -10,16 +10,6 @@ _base_ = [
     "_base_/runtime.py",
 ]
 work_dir = "work_dirs/quickstart"
-# Pads to a square with black pixels, which are not masked; in all pipelines or none.
-letterbox = dict(type="Pad", size=(_base_.image_size, _base_.image_size))
-train_pipeline = [*_base_.train_pipeline]
-train_pipeline.insert(-1, letterbox)
-test_pipeline = [*_base_.test_pipeline]
-test_pipeline.insert(-1, letterbox)
-train_dataloader = dict(
-    sampler=dict(samples_per_epoch=2400), dataset=dict(pipeline=train_pipeline)
-)
-val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
-test_dataloader = val_dataloader
+train_dataloader = dict(sampler=dict(samples_per_epoch=2400))
 max_epochs = 3  # 900 iterations, six to fifteen minutes on two cores
 optim_wrapper = dict(optimizer=dict(lr=0.0016))
