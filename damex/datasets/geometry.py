@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,7 +83,10 @@ def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
                 f"{new}, or leave image_size out."
             )
     for step, key in steps:
-        step[key] = _in_proportion(step[key], old, new, by_side="scale" in key)
+        if step["type"] == "Pad" and np.min(step[key]) >= max(old):
+            step[key] = (max(new), max(new))  # a canvas holds portraits, too
+        else:
+            step[key] = _in_proportion(step[key], old, new, by_side="scale" in key)
     preprocessor = (cfg.get("model") or {}).get("data_preprocessor") or {}
     if preprocessor.get("pad_size_divisor", 1) >= max(old):
         preprocessor["pad_size_divisor"] = -(-max(new) // STRIDE) * STRIDE
@@ -237,7 +241,7 @@ def check_views(cfg: Mapping[str, Any]) -> list[str]:
         return []
     trained, seen = pipelines_of(cfg, LOADERS[0]), set()
     with tempfile.TemporaryDirectory() as folder:
-        probe = _write_probe(Path(folder))
+        probe = _write_probe(Path(folder), orientation=6)  # a quarter turn
         for loader in LOADERS[1:]:
             for name, steps in pipelines_of(cfg, loader).items():
                 pair = repr((trained.get(name), steps))
@@ -258,13 +262,41 @@ class _CannotRunError(Exception):
     """A step does not run on the probe."""
 
 
-def _write_probe(folder: Path) -> Path:
-    """Write a color image of 96 x 60 pixels, to be shown with 60 x 96 (EXIF)."""
+def padding_notes(cfg: Mapping[str, Any]) -> list[str]:
+    """Note that training pads an image with its batch, and evaluation does not.
+
+    None if all images get one canvas, or random sizes, as in mmdet's DETRs.
+    """
+    loader = cfg.get(LOADERS[0]) or {}
+    if loader.get("batch_size", 1) == 1 or cfg.get("pipeline_check", "on") == "off":
+        return []
+    preprocessor = (cfg.get("model") or {}).get("data_preprocessor") or {}
+    divisor = preprocessor.get("pad_size_divisor", 1)
+    with tempfile.TemporaryDirectory() as folder:
+        probes = [_write_probe(Path(folder), orientation=turn) for turn in (1, 6)]
+        for name, steps in pipelines_of(cfg, LOADERS[0]).items():
+            with contextlib.suppress(_CannotRunError):
+                views = [view_of(steps, probe) for probe in probes]
+                sizes = [view.shown["img_shape"][:2] for view in views]
+                cells = {tuple(-(-side // divisor) for side in size) for size in sizes}
+                if len(cells) > 1 and not any(view.is_resized for view in views):
+                    side = max(map(max, sizes))
+                    return [
+                        f"training pads a batch ({name}) to its largest image, and "
+                        "evaluation shows each image alone: images that are not square "
+                        "may lose AP. Add dict(type='Pad', size="
+                        f"({side}, {side})) after Resize to all pipelines."
+                    ]
+    return []
+
+
+def _write_probe(folder: Path, *, orientation: int) -> Path:
+    """Write a color image of 96 x 60 pixels, to be shown as its EXIF says."""
     places_HW = np.add.outer(np.linspace(0, 90, 60), np.linspace(0, 120, 96))
     pixels_HWC = np.stack([places_HW, 0.5 * places_HW + 60, 250 - places_HW], -1)
     exif = Image.Exif()
-    exif[ORIENTATION] = 6  # a quarter turn
-    path = folder / "probe.jpg"
+    exif[ORIENTATION] = orientation
+    path = folder / f"probe{orientation}.jpg"
     Image.fromarray(pixels_HWC.astype(np.uint8)).save(path, exif=exif, quality=95)
     return path
 

@@ -28,6 +28,7 @@ from damex.datasets.geometry import (
     SIZES,
     check_views,
     choose_tiles,
+    padding_notes,
     set_image_size,
     sized_steps,
 )
@@ -159,7 +160,7 @@ def complete_config(cfg: Config | ConfigDict) -> tuple[PlainConfig, list[str]]:
     cfg = PlainConfig.of(copy.deepcopy(cfg))
     notes += [*set_image_size(cfg), *choose_tiles(cfg)]
     cfg = resolve_config(cfg)
-    notes += check_views(cfg)
+    notes += [*check_views(cfg), *padding_notes(cfg)]
     if complete := getattr(check_detector(cfg["model"]), "complete", None):
         complete(cfg)
     check_answers(cfg["model"])

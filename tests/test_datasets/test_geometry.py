@@ -14,6 +14,7 @@ from damex.config_files import config_of
 from damex.datasets.geometry import (
     check_views,
     image_size_of,
+    padding_notes,
     pipelines_of,
     set_image_size,
     view_of,
@@ -68,7 +69,7 @@ def test_one_key_sets_the_size_of_all_pipelines(size):
     assert f"256 x 256, becomes {pair[0]} x {pair[1]}, and all other" in note
     for _ in range(2):  # from now on, all is as it should be
         assert set_image_size(cfg) == []
-        train = [resize(*pair), FLIP, dict(type="Pad", size=pair)]
+        train = [resize(*pair), FLIP, dict(type="Pad", size=(512, 512))]
         assert steps_of(cfg, "train_dataloader") == train
         assert steps_of(cfg, "val_dataloader") == [resize(*pair)]
         assert steps_of(cfg, "test_dataloader") == [resize(*pair)]
@@ -151,7 +152,7 @@ def test_shipped_configs_take_another_size(path):
         cfg = read(str(path), ["image_size=(96,64)"])
         set_image_size(cfg)
         assert image_size_of(cfg) == (96, 64)
-        assert check_views(cfg) == []
+        assert check_views(cfg) == padding_notes(cfg) == []
     divisor = cfg.model.data_preprocessor.get("pad_size_divisor")
     assert divisor in (1, 32, 96)
 
@@ -260,6 +261,32 @@ def test_a_step_of_several_images_is_reported():
 )
 def test_mmdets_own_configs_pass(path):
     assert check_views(Config.fromfile(MMDET_CONFIGS / path)) == []
+
+
+SHAPES = {  # whether portraits and landscapes of a batch have different sizes
+    "one size": ([resize(64, 64)], {}, True),
+    "a canvas": ([resize(64, 64), PAD], {}, False),
+    "a canvas for landscapes": ([resize(64, 32), dict(PAD, size=(64, 32))], {}, True),
+    "a masked canvas": ([resize(64, 64)], dict(pad_size_divisor=64), False),
+    "stretched": ([dict(resize(64, 64), keep_ratio=False)], {}, False),
+    "random sizes": ([SCALES], {}, False),
+}
+
+
+@pytest.mark.parametrize(
+    ("steps", "preprocessor", "differ"), SHAPES.values(), ids=SHAPES
+)
+def test_training_that_pads_images_for_their_batch_is_noted(
+    steps, preprocessor, differ
+):
+    """Evaluation shows each image alone."""
+    cfg = config(steps, steps, model=dict(data_preprocessor=preprocessor))
+    assert padding_notes(cfg) == []  # one image per batch
+    cfg.train_dataloader.batch_size = 2
+    notes = padding_notes(cfg)
+    assert ["size=(64, 64)) after Resize" in note for note in notes] == [True] * differ
+    cfg.pipeline_check = "off"
+    assert padding_notes(cfg) == []
 
 
 def test_a_run_does_not_start(two_datasets, tmp_path):
