@@ -68,6 +68,7 @@ AROUND = {
     "compiler": (("compile",), dict(options={"cpp.cxx": "mkdir"})),
     "other file": (("_base_",), "hostile.py"),
 }
+UNUSED = [v for k, v in AROUND.items() if k not in ("dataset", "unpickled")]
 # Parts with initial weights, which no command needs.
 INITIAL = ("neck", "bbox_head", "backbone")
 # No value at all, but a program; `prune` and `merge` would write it down.
@@ -355,11 +356,7 @@ def test_a_folder_is_refused_in_a_line_that_names_the_file(bait, trained, kind, 
 
 def test_a_folder_takes_the_place_of_its_checkpoint(bait, trained):
     """Nor is the rest of its config used."""
-    runs_it = {"dataset", "unpickled"}
-    path = bait(
-        *(change for name, change in AROUND.items() if name not in runs_it),
-        form="folder",
-    )
+    path = bait(*UNUSED, form="folder")
     lines = [*READING["predict"], READING["experts"][0], READING["data complete"][1]]
     for line in (*lines, CONFIGURED["train"][0], *CONFIGURED["test"]):
         assert run(line, trained, path) == 0, line
@@ -370,9 +367,7 @@ def test_a_folder_takes_the_place_of_its_checkpoint(bait, trained):
 def test_the_rest_of_a_config_is_not_used(bait, trained, line, server):
     """Nor is it written down: what is left behind can be trained and tested."""
     host, asked = server
-    runs_it = {"dataset", "unpickled"}
-    kept = [change for name, change in AROUND.items() if name not in runs_it]
-    assert run(line, trained, bait(*kept, *initial_weights(host))) == 0
+    assert run(line, trained, bait(*UNUSED, *initial_weights(host))) == 0
     assert asked == []
     assert_no_initial_weights(host)
     for left in Path().glob("new*.pth"):

@@ -1,7 +1,5 @@
 """The configs of UODB on stand-ins: what they are made of."""
 
-from pathlib import Path
-
 import pytest
 from mmdet.registry import DATASETS, MODELS
 from mmengine.config import Config
@@ -9,8 +7,8 @@ from mmengine.config import Config
 from damex.datasets.label_space import LabelSpace
 from damex.engine.config import resolve_config
 from damex.models.insertion import moe_blocks
+from tests.conftest import CONFIGS
 
-CONFIGS = Path(__file__).parents[1] / "configs" / "uodb"
 # Numbers of classes, as in the benchmark; 167 in all.
 CLASSES = dict(clipart=20, coco=80, deeplesion=1, dota=15, kitchen=11, lisa=4)
 CLASSES |= dict(watercolor=6, widerface=1, kitti=3, voc=20, comic=6)
@@ -37,7 +35,7 @@ def stand_ins(make_coco_dataset, edit_json, tmp_path, monkeypatch):
 
 
 def config(kind):
-    return Config.fromfile(CONFIGS / f"{kind}-4scale_r50_8xb1-36e_uodb.py")
+    return Config.fromfile(CONFIGS / f"uodb/{kind}-4scale_r50_8xb1-36e_uodb.py")
 
 
 def test_the_papers_map_from_datasets_to_experts(stand_ins):

@@ -1,7 +1,6 @@
 """``damex data prepare uodb``: what is missing, and what is made of the rest."""
 
 import json
-from pathlib import Path
 
 import pytest
 from mmengine.config import Config
@@ -9,8 +8,7 @@ from mmengine.config import Config
 from damex.workbench.check.prepare import read_recipes
 from damex.workbench.cli.data import data
 from damex.workbench.cli.run import run_command
-
-CONFIGS = Path(__file__).parents[2] / "configs"
+from tests.conftest import CONFIGS
 
 
 @pytest.fixture

@@ -211,11 +211,6 @@ def test_a_predicted_class_may_be_left_out(park, edit_json):
     assert load(park, others).get_data_info(0)["predicted_labels"] == []
 
 
-def test_class_that_no_box_uses_stays(park, edit_json):
-    edit_json(park, lambda d: d["categories"].append(dict(id=9, name="owl")))
-    assert read_class_names(park, "park") == ("person", "dog", "car", "owl")
-
-
 def test_missing_area_follows_from_the_box(park, edit_json):
     edit_json(park, set_record("annotations", 0, bbox=[1, 2, 6, 7], area=None))
     info = load(park, test_mode=True).get_data_info(0)

@@ -68,10 +68,6 @@ def box_outside_of_its_image(entries):
     path.write_text(json.dumps(document))
 
 
-def missing_image(entries):
-    path_in_street(entries, "images/0.png").unlink()
-
-
 MISTAKES = {
     "annotation path": (
         lambda entries: entries[0].update(train="trian.json"),
@@ -102,7 +98,7 @@ def test_mistakes_in_the_data(write_config, two_datasets, refuse, tmp_path, name
 def test_a_missing_image_in_a_worker_is_one_line_too(
     write_config, two_datasets, refuse
 ):
-    missing_image(two_datasets)
+    path_in_street(two_datasets, "images/0.png").unlink()
     extra = "train_dataloader['num_workers'] = 1\ndata_check = 'off'"
     refuse(["images/0.png does not exist"], "train", write_config(extra=extra))
 

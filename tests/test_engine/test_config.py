@@ -15,9 +15,8 @@ from damex.datasets.spec import parse_mixture
 from damex.engine.config import resolve_config
 from damex.errors import ConfigError
 from damex.inference.trust import read_literals
-from tests.conftest import shipped_configs
+from tests.conftest import CONFIGS, shipped_configs
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 MOE = dict(num_experts=2, gate=dict(type="TopKGate", k=1))
 
 
@@ -311,18 +310,6 @@ def test_bundled_mixtures_are_in_order(path, make_coco_dataset, tmp_path, monkey
     for spec in parse_mixture(entries):
         for split in ("train", "val", "test"):
             assert "type" in spec.dataset_config(split)
-
-
-def test_coco_and_voc_merge_into_eighty_classes(make_coco_dataset, tmp_path):
-    from mmdet.datasets import CocoDataset
-
-    names = list(CocoDataset.METAINFO["classes"])
-    coco = make_coco_dataset(tmp_path / "coco", classes=names, num_images=1)
-    path = CONFIGS / "_base_" / "datasets" / "coco_voc.py"
-    voc = dict(Config.fromfile(path).mixture[1])
-    space = LabelSpace.from_specs(parse_mixture([coco, voc]))
-    assert space.num_classes == 80
-    assert len(space.valid_labels(1)) == 20
 
 
 def test_a_label_file_goes_into_the_written_config(two_datasets, tmp_path):

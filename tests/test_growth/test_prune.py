@@ -112,16 +112,6 @@ def test_datasets_that_cannot_be_dropped_or_merged(save, mixture, moe):
         assert "\n" not in str(caught.value)
 
 
-def test_a_checkpoint_without_a_mixture_is_refused(save, mixture, tmp_path, capsys):
-    old = save(mixture)
-    content = torch.load(old, weights_only=False)
-    content["meta"]["dataset_meta"] = dict(classes=("car",))
-    torch.save(content, old)
-    out = str(tmp_path / "out.pth")
-    assert main(["prune", str(old), "--drop", "park", "--out", out]) == 2
-    assert "is of a training without a mixture" in capsys.readouterr().err
-
-
 def bank(state, start="decoder.layers.0.ffn.moe.experts."):
     """Maps of the experts of a layer, multiplied out."""
     return state[f"{start}down_EDL"] @ state[f"{start}up_ELD"]

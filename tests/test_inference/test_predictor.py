@@ -329,6 +329,11 @@ def test_checkpoints_that_say_too_little_are_refused(save, tmp_path):
         Predictor(save(drop_meta=("cfg",)))
     with pytest.raises(ConfigError, match="without a mixture"):
         Predictor(save(drop_meta=("dataset_meta",)))
+    content = torch.load(path := save(), weights_only=False)
+    content["meta"]["dataset_meta"] = dict(classes=("car",))
+    torch.save(content, path)
+    with pytest.raises(ConfigError, match="without a mixture"):
+        Predictor(path)
     with pytest.raises(DataError, match="is missing in"):
         Predictor(tmp_path / "none.pth")
     with pytest.raises(ConfigError, match="a 'DINO', which is not a detector of damex"):

@@ -225,7 +225,6 @@ def test_without_auxiliary_loss_the_embedding_has_any_size(build):
         (dict(channels=[1]), r"moe.channels must be a dict .*, got \[1\]"),
         (dict(layers=dict(backbone=[2, 2])), "listed twice"),
         (dict(layers=dict(decoder=[0, 0])), "listed twice"),
-        (dict(layers=dict(backbone=[])), "chooses no layer"),
         (changed(l1_wieght=1), "key 'l1_wieght'; did you mean 'l1_weight'"),
         (changed(l1_weight=-0.1), "l1_weight must be a number of 0 or more, got -0.1"),
         (changed(aux_weight=True), "aux_weight must be .*got True"),

@@ -83,12 +83,6 @@ def test_prior_by_hand():
     )
 
 
-def test_without_a_floor_a_sure_posterior_shuts_unannotated_classes_out():
-    posterior_BG = torch.tensor([[0.0, 1.0, 0.0]])
-    prior_BC = class_log_prior(posterior_BG, BY_DATASET, floor=0.0)
-    assert prior_BC.tolist() == [[-math.inf, 0.0, 0.0, -math.inf]]
-
-
 def test_a_class_that_all_annotate_is_left_alone_exactly():
     annotated_GC = torch.tensor([[True, True], [True, False], [True, False]])
     posterior_BG = torch.randn(50, 3).softmax(dim=1)

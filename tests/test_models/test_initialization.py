@@ -1,7 +1,5 @@
 """Initial weights: with experts and without, one seed draws the same detector."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from mmengine.config import Config
@@ -9,8 +7,8 @@ from mmengine.config import Config
 from damex.models.blocks import ffns_in_place
 from damex.models.insertion import moe_blocks
 from damex.models.starts import fork_rng
+from tests.conftest import CONFIGS
 
-CONFIGS = Path(__file__).parents[2] / "configs/_base_/moe"
 DENSE = dict(moe=None, num_groups=2)
 EVERYWHERE = dict(layers=dict(encoder="all", decoder="all"))
 KINDS = dict(
@@ -93,7 +91,7 @@ def test_the_first_step_of_the_recipe_is_that_of_the_dense_detector(
     build, make_batch, run_loss
 ):
     """Noise of denoising queries included: no gate draws before it is drawn."""
-    recipe = Config.fromfile(CONFIGS / "damex_best.py").moe.to_dict()
+    recipe = Config.fromfile(CONFIGS / "_base_/moe/damex_best.py").moe.to_dict()
     batch = make_batch([0, 1])
     dense = run_loss(build(**DENSE), batch)
     losses = run_loss(build(moe=recipe, num_groups=2), batch)

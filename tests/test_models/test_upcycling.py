@@ -1,5 +1,4 @@
 import copy
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,8 +18,7 @@ from damex.moe import (
 )
 from damex.papers.dense_gates import DenseSoftmaxGate
 from damex.papers.expert_choice import ExpertChoiceGate
-
-CONFIGS = Path(__file__).parents[2] / "configs/_base_/moe"
+from tests.conftest import CONFIGS
 
 
 def make_block(gate, *, experts=None, shared_expert=None, num_experts=3, dense=None):
@@ -116,7 +114,7 @@ def test_a_detector_starts_as_the_dense_one_and_resumes_as_itself(
 
 def test_the_shipped_pmoe_keeps_the_scale_of_a_dense_checkpoint(tokens_BND):
     """Each of 8 experts takes an eighth of the tokens with weights of mean 1."""
-    gate = dict(Config.fromfile(CONFIGS / "pmoe.py").moe.gate)
+    gate = dict(Config.fromfile(CONFIGS / "_base_/moe/pmoe.py").moe.gate)
     assert gate.pop("type") == "ExpertChoiceGate"
     block = make_block(ExpertChoiceGate(**{**gate, "share": 1.0}), num_experts=8)
     torch.nn.init.zeros_(block.moe.router.weight_ED)  # equal scores

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 from damex.moe import (
     BiasBalancer,
@@ -25,6 +26,9 @@ from damex.papers.dense_gates import DenseSoftmaxGate, DenseToSparseGate
 from damex.papers.expert_choice import ExpertChoiceGate
 
 D, H, E = 8, 12, 4
+needs_grouped_mm = pytest.mark.skipif(
+    not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
+)
 GROUP_EXPERTS = [[0], [1, 2], [3]]
 
 

@@ -5,7 +5,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional
 
 from damex.moe import (
     Assignment,
@@ -30,7 +29,7 @@ from damex.papers.channels import GatingPath, ShallowEmbedding, gate_l1, presenc
 from damex.papers.dense_gates import DenseToSparseGate
 from damex.papers.expert_choice import ExpertChoiceGate
 from damex.papers.patches import PatchConvExperts, route_patches
-from tests.test_moe.layers import D, make_layer
+from tests.test_moe.layers import D, make_layer, needs_grouped_mm
 
 CONV = dict(num_experts=3, in_channels=4, out_channels=6, patch_size=2)
 NONE = dict(group_experts=None)
@@ -45,10 +44,6 @@ pairs = partial(Assignment.from_pairs, num_tokens=4, num_experts=3)
 def one_parameter_in_two_optimizers():
     weight = nn.Parameter(torch.zeros(2, 2))
     ChainedOptimizer(torch.optim.SGD([weight]), NormalizedGD([weight]))
-
-
-def separate(num_groups):
-    SeparateRouterLoss().check_layer(gate=TopKGate(), num_groups=num_groups)
 
 
 def optimize(*shapes, **options):
@@ -114,7 +109,6 @@ CASES = [
         lambda: LoadLoss()(RoutingRecord(torch.zeros(1, 2), Packing(1, 1), PAIR)),
         "same number of experts",
     ),
-    (lambda: separate(1), "needs two or more, got 1"),
     (lambda: optimize((2, 2), (3, 2)), r"group 0 .* got shapes \[\(2, 2\), \(3, 2\)"),
     (lambda: expert_parameters(nn.Linear(2, 2)), "no MoELayer"),
     (one_parameter_in_two_optimizers, "more than one parameter group"),
@@ -140,9 +134,7 @@ def test_what_cannot_work_is_rejected(call, message):
         call()
 
 
-@pytest.mark.skipif(
-    not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
-)
+@needs_grouped_mm
 def test_grouped_mm_names_what_it_lacks():
     with pytest.raises(ValueError, match=r"not torch.float64; use backend='auto'"):
         multiply(dtype=torch.float64, backend="grouped_mm")

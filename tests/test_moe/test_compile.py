@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 import torch
-from torch.nn import functional
 
 from damex.moe import LoadBalanceLoss, LoadLoss, Packing
 from tests.test_moe.layers import (
@@ -14,6 +13,7 @@ from tests.test_moe.layers import (
     D,
     make_batch,
     make_layer,
+    needs_grouped_mm,
     train_step,
 )
 
@@ -25,9 +25,6 @@ COMPILED = {
     **{name: parts for name, parts in LAYERS.items() if name != "top2"},
     "load loss": dict(losses=[LoadLoss()]),
 }
-needs_grouped_mm = pytest.mark.skipif(
-    not hasattr(functional, "grouped_mm"), reason="this torch has no grouped_mm"
-)
 
 
 @pytest.fixture(autouse=True)

@@ -3,14 +3,10 @@
 import pytest
 import torch
 from packaging.version import Version
-from torch.nn import functional
 
 from damex.moe.grouped import grouped_linear
+from tests.test_moe.layers import needs_grouped_mm
 
-HAS_GROUPED_MM = hasattr(functional, "grouped_mm")
-needs_grouped_mm = pytest.mark.skipif(
-    not HAS_GROUPED_MM, reason="this torch has no grouped_mm"
-)
 BACKENDS = [
     "auto",
     "split",

@@ -45,13 +45,6 @@ def tally(*args, **kwargs):
     return LayerTally.of(make_record(*args, **kwargs))
 
 
-def test_dispatch_counts_leave_out_tokens_of_unknown_groups():
-    groups, own = [0, 1, 1, 1, -1, 0], torch.eye(3).tolist()
-    record = make_record([0, 0, 2, 2, 1, 1], groups, own=own, num_experts=3)
-    counts = dispatch_counts(record)
-    assert counts.tolist() == [[1, 1, 0], [1, 0, 2], [0, 0, 0]]
-
-
 def test_dispatch_counts_know_the_groups_from_the_map_and_count_all_k():
     logits = torch.tensor([[0.0, 1.0, 2.0], [2.0, 1.0, 0.0]])
     record = make_record([0, 0], [0, 1], own=[[1, 0, 0], [0, 1, 0]], num_experts=3)
