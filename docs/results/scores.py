@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from scipy.optimize import brentq
 from scipy.stats import t as student_t
 
-from damex.workbench.headroom.verdict import Spread, spread
+from damex.workbench.headroom.verdict import spread
 
 HERE = Path(__file__).parent
 MARGIN = 0.01  # within it, an interval means "equal"
@@ -26,13 +26,10 @@ def stored(file: str) -> Any:
     return json.loads((HERE / file).read_text("utf-8"))
 
 
-def arms_of(experiment: str) -> Arms:
-    """Scores by arm: of a file of runs, or of an experiment in ``experts.json``."""
-    path = HERE / f"{experiment}.json"
-    if not path.is_file():
-        return stored("experts.json")[experiment]["arms"]
+def arms_of(file: str) -> Arms:
+    """Scores by arm, of a file of runs: a list with a number per seed."""
     arms: dict[str, dict[str, Any]] = {}
-    for run in stored(path.name)["runs"]:
+    for run in stored(f"{file}.json")["runs"]:
         arm = arms.setdefault(run["arm"], {"datasets": {}})
         for key, score in run.items():
             if isinstance(score, float):  # but not the seed, nor a gap
@@ -42,29 +39,14 @@ def arms_of(experiment: str) -> Arms:
     return arms
 
 
-def known(scores: Sequence[float | None]) -> list[float]:
-    """Scores without the gaps of runs that are missing."""
-    return [one for one in scores if one is not None]
-
-
 def mean(arm: Mapping[str, Any], score: str = "mean_ap") -> str:
-    """Mean and deviation, ``-`` without scores; older experiments kept only these."""
-    if score not in arm:
-        value = arm.get(f"{score}_mean")
-        if value is None:
-            return "-"
-        return str(Spread(value, arm.get(f"{score}_deviation")))
-    return str(spread(arm[score]))
+    """Mean and deviation, ``-`` without scores."""
+    return str(spread(arm[score])) if score in arm else "-"
 
 
-def moments(arm: Mapping[str, Any], *, seeds: int) -> tuple[float, float, int]:
-    """Mean, deviation and number of seeds; `seeds` where only the first two are kept.
-
-    The deviation of a single seed is nan.
-    """
-    if "mean_ap" not in arm:
-        return arm["mean_ap_mean"], arm["mean_ap_deviation"], seeds
-    scores = known(arm["mean_ap"])
+def moments(arm: Mapping[str, Any]) -> tuple[float, float, int]:
+    """Mean, deviation and number of seeds; the deviation of a single seed is nan."""
+    scores = arm["mean_ap"]
     deviation = statistics.stdev(scores) if scores[1:] else math.nan
     return statistics.fmean(scores), deviation, len(scores)
 
@@ -111,8 +93,7 @@ def gain(arms: Arms, name: str, base: str) -> str:
 
 def difference(arms: Arms, name: str, base: str) -> tuple[str, float | None, str]:
     """Welch's test of two arms."""
-    reference = moments(arms[base], seeds=0)
-    return welch(moments(arms[name], seeds=reference[2]), reference)
+    return welch(moments(arms[name]), moments(arms[base]))
 
 
 def share_of_gap(arms: Arms, name: str, base: str, best: str) -> str:
@@ -121,7 +102,7 @@ def share_of_gap(arms: Arms, name: str, base: str, best: str) -> str:
     The interval is Fieller's, of all shares that Welch's test does not reject: a ratio
     of differences has no deviation of its own. ``-`` with a single seed.
     """
-    of, low, high = (moments(arms[one], seeds=0) for one in (name, base, best))
+    of, low, high = (moments(arms[one]) for one in (name, base, best))
 
     def rejects(share: float) -> float:
         """Above 0 if ``name`` is not at that share, by Welch's test."""

@@ -20,16 +20,14 @@ from scores import (
     Arms,
     arms_of,
     gain,
-    known,
     mean,
-    moments,
     share_of_gap,
     stored,
     verdicts,
 )
 
 from damex.engine.summary import markdown
-from damex.workbench.headroom.verdict import Spread, spread
+from damex.workbench.headroom.verdict import spread
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -96,17 +94,15 @@ def one_or_seven() -> str:
 
 def experts_in_short() -> str:
     """Dense, a head per dataset and experts, a mixture per row, for README."""
+    eight = "eight synthetic datasets, names conflict, 600 iterations, 128 px"
     rows = {
-        "seven small real datasets, 600 iterations, 256 px": "one_or_seven",
-        "eight synthetic datasets, names conflict, 600 iterations, 128 px": (
-            "worlds-8_conflicting"
-        ),
-        "the same, names agree": "worlds-8_agreeing",
+        "seven small real datasets, 600 iterations, 256 px": arms_of("one_or_seven"),
+        eight: worlds_of("eight"),
+        "the same, names agree": worlds_of("agreeing"),
     }
     columns = ("dense", "partitioned", "damex", "damex_best")
     lines = []
-    for mixture, experiment in rows.items():
-        arms = arms_of(experiment)
+    for mixture, arms in rows.items():
         scores = [mean(arms.get(name, {})) for name in columns]
         lines.append([mixture, *scores, gain(arms, "damex_best", "dense")])
     header = ["mean AP", "dense", "a head per dataset", "the paper's `damex`"]
@@ -253,10 +249,12 @@ def tiles_by_size() -> str:
         cells = []
         for place in range(3):  # small, medium and large
             scores = [
-                known([r["sizes"][dataset][place] for r in runs if r["arm"] == arm])
+                [r["sizes"][dataset][place] for r in runs if r["arm"] == arm]
                 for arm in TILES
             ]
-            means = [f"{statistics.fmean(one):.3f}" for one in scores if one]
+            means = [
+                f"{statistics.fmean(one):.3f}" for one in scores if None not in one
+            ]
             cells.append(" → ".join(means) or "-")
         lines.append([dataset.replace("_", " "), *cells])
     return markdown(["AP, whole → windows", "small", "medium", "large"], lines)
@@ -358,66 +356,83 @@ def completing(file: str = "completing", texts: Mapping[str, str] = COMPLETING) 
     return markdown([*header, *datasets], lines)
 
 
+def worlds_of(condition: str) -> Arms:
+    """Scores of one kind of worlds, over the names, the dataset not given.
+
+    Of all arms but ``partitioned`` these are those with the dataset given.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, arm in arms_of("worlds").items():
+        kind, _, own = name.partition("_")
+        if kind == condition:
+            again = {"mean_ap": arm.get("not_told"), "told": arm["mean_ap"]}
+            again["pooled_ap"] = arm.get("pooled_not_told")
+            found[own] = {**arm, **{key: row for key, row in again.items() if row}}
+    return found
+
+
+WORLD_ARMS = ("dense", "oracle", "damex_best", "partitioned")
+
+
 def worlds() -> str:
-    """All arms on the eight worlds with conflicting names."""
-    arms = arms_of("worlds-8_conflicting")
-    names = ("dense", "dense_lr2", "partitioned", "wide_decoder", "wide_encoder")
+    """All arms on the eight worlds with conflicting names, in one label space."""
+    arms = worlds_of("eight")
     lines = [
         [
             f"`{name}`",
-            mean(arms[name], "mean_ap50"),
-            mean(arms[name]),
-            *(gain(arms, name, base) for base in ("dense", "dense_lr2")),
+            str(len(arms[name]["mean_ap"])),
+            *(mean(arms[name], key) for key in ("mean_ap", "told", "pooled_ap")),
+            *(gain(arms, name, base) for base in ("dense", "damex_best")),
         ]
-        for name in (*names, "single", "oracle", "damex_best")
+        for name in WORLD_ARMS
     ]
-    minus = ("minus `dense` [95%]", "minus `dense_lr2` [95%]")
-    return markdown(["arm", "mean AP50", "mean AP", *minus], lines)
+    header = ["arm", "seeds", "mean AP", "mean AP, told", "pooled AP"]
+    minus = ("minus `dense` [95%]", "minus `damex_best` [95%]")
+    return markdown([*header, *minus], lines)
 
 
-PAIR = ("`dense`", "`damex_best`", "`damex_best` minus `dense` [95%]")
-
-
-def pair_of(arms: Arms) -> list[str]:
-    """The cells of ``PAIR``."""
-    names = ("dense", "damex_best")
-    return [*(mean(arms[name]) for name in names), gain(arms, "damex_best", "dense")]
-
-
-def worlds_conditions() -> str:
-    """Dense and experts on variants of the worlds."""
-    rows = {
-        "names conflict (five seeds)": "worlds-8_conflicting",
-        "names agree": "worlds-8_agreeing",
-        "two worlds instead of eight": "worlds-2_conflicting",
-        "FFNs of 256 hidden units": "worlds-8_conflicting_wide",
-        "a tenth of the training images": "worlds-8_few_images",
-    }
-    lines = [[row, *pair_of(arms_of(name))] for row, name in rows.items()]
-    return markdown(["eight worlds, 600 iterations", *PAIR], lines)
-
-
-LENGTHS = {
-    600: "worlds-8_conflicting",
-    1200: "worlds-8_conflicting_1200_iterations",
-    2400: "worlds-8_conflicting_2400_iterations",
+CONDITIONS = {
+    "eight": "eight worlds, names conflict, 600 iterations",
+    "twice": "1,200 iterations",
+    "long": "2,400 iterations",
+    "four": "four worlds",
+    "two": "two worlds",
+    "wide": "FFNs of 256 hidden units",
+    "few": "a tenth of the training images",
+    "agreeing": "names agree",
 }
 
 
-def worlds_length() -> str:
-    """Dense and experts by the length of training."""
+def worlds_conditions() -> str:
+    """Dense, experts and a head per world: one condition of the first row changed."""
     lines = []
-    for length, name in LENGTHS.items():
-        arms = arms_of(name)
-        seeds = str(len(arms["dense"]["mean_ap"]))
-        lines.append([f"{length:,}", seeds, *pair_of(arms)])
-    return markdown(["iterations", "seeds", *PAIR], lines)
+    for condition, text in CONDITIONS.items():
+        arms = worlds_of(condition)
+        names = ("dense", "damex_best", "partitioned")
+        pairs = [(one, "dense") for one in names[1:]] + [("partitioned", "damex_best")]
+        scores = [mean(arms.get(name, {})) for name in names]
+        gains = [gain(arms, *pair) for pair in pairs]
+        lines.append([text, str(len(arms["dense"]["mean_ap"])), *scores, *gains])
+    arms_row = ["`dense`", "`damex_best`", "`partitioned`"]
+    minus = ["`damex_best` minus `dense`", "`partitioned` minus `dense`"]
+    last = "`partitioned` minus `damex_best` [95%]"
+    return markdown(["", "seeds", *arms_row, *minus, last], lines)
+
+
+def worlds_padding() -> str:
+    """Eight worlds, padded to a square in all pipelines or by batch in training."""
+    batch, square = worlds_of("batch"), worlds_of("eight")
+    lines = []
+    for name in batch:
+        both = {"batch": batch[name], "square": square[name]}
+        scores = [mean(both["batch"]), mean(both["square"])]
+        lines.append([f"`{name}`", *scores, gain(both, "square", "batch")])
+    return markdown(["", "batch", "letterbox", "difference [95%]"], lines)
 
 
 def answer(arms: Arms, name: str, base: str) -> list[str]:
     """The cells of a question: scores, difference with interval, seeds."""
-    seeds = moments(arms[base], seeds=0)[2]
-    counts = [str(seeds), str(moments(arms[name], seeds=seeds)[2])]
+    counts = [str(len(arms[one]["mean_ap"])) for one in (base, name)]
     scores = (mean(arms[one]) for one in (base, name))
     return [*scores, gain(arms, name, base), ", ".join(dict.fromkeys(counts))]
 
@@ -425,14 +440,13 @@ def answer(arms: Arms, name: str, base: str) -> list[str]:
 def questions() -> str:
     """The questions that users ask, each with a number, for the page of results."""
     real, worlds = "../results/seven-datasets.md", "../results/worlds.md"
-    why, halves = f"{worlds}#what-removes-the-gain", "../results/completing.md"
+    why, halves = f"{worlds}#what-changes-the-gain", "../results/completing.md"
     windows, full = f"{real}#windows-for-small-objects", f"{real}#template-with-windows"
     alike = f"{real}#images-that-weigh-alike"
     small = "../guides/transformers.md#a-small-detector-for-cpus"
     own = {**arms_of("one_or_seven"), "rt_detr_v2": arms_of("rt_detr_v2")["dense"]}
-    tiles, conflict = arms_of("tiles"), arms_of(LENGTHS[600])
-    long, two = arms_of(LENGTHS[2400]), arms_of("worlds-2_conflicting")
-    missing, agree = arms_of("completing"), arms_of("worlds-8_agreeing")
+    tiles, missing = arms_of("tiles"), arms_of("completing")
+    conflict, long, two, agree = map(worlds_of, ("eight", "long", "two", "agreeing"))
     seven, eight = "seven real datasets", "eight synthetic datasets"
     best, found = "damex_best", "ignored_if_found"
     written, twice = f"longer_completed_and_{found}", f"{halves}#twice-as-long"
@@ -496,7 +510,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiles-by-size": tiles_by_size,
     "worlds": worlds,
     "worlds-conditions": worlds_conditions,
-    "worlds-length": worlds_length,
+    "worlds-padding": worlds_padding,
 }
 
 
@@ -508,24 +522,13 @@ def with_tables(text: str) -> str:
 # ---- figures ----
 
 
-def scores_or_spread(arm: Mapping[str, Any]) -> Scores | Spread:
-    """Mean AP per seed; mean and deviation where only these were kept."""
-    if "mean_ap" in arm:
-        return known(arm["mean_ap"])
-    return Spread(arm["mean_ap_mean"], arm["mean_ap_deviation"])
-
-
-def dot_plot(rows: Mapping[str, Scores | Spread]) -> Figure:
+def dot_plot(rows: Mapping[str, Scores]) -> Figure:
     """Mean AP: a dot per seed, a bar at the mean, a line at the first row's mean."""
     figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(rows)), layout="constrained")
     axes = figure.subplots()
     for place, values in enumerate(rows.values()):
-        if isinstance(values, Spread):
-            center = values.mean
-            axes.errorbar(center, place, xerr=values.deviation, color="#2a6f97")
-        else:
-            center = statistics.fmean(values)
-            axes.plot(values, [place] * len(values), "o", color="#2a6f97", alpha=0.6)
+        center = statistics.fmean(values)
+        axes.plot(values, [place] * len(values), "o", color="#2a6f97", alpha=0.6)
         axes.plot(center, place, "|", color="black", markersize=14)
         if place == 0:
             axes.axvline(center, color="#b2603a", linewidth=1)
@@ -533,22 +536,24 @@ def dot_plot(rows: Mapping[str, Scores | Spread]) -> Figure:
     axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row at the top
     axes.grid(axis="x", alpha=0.3)
     axes.set_xlabel("mean AP")
-    note = "dots: seeds (a line: their deviation); bars: mean; red: the first row"
+    note = "dots: seeds; bars: mean; red: the first row"
     figure.supxlabel(note, fontsize="small")
     return figure
 
 
 def length_plot() -> Figure:
-    """Mean AP of dense and experts by the length of training, a dot per seed."""
+    """Mean AP on eight worlds by the length of training, a dot per seed."""
     figure = Figure(figsize=(6, 3.2), layout="constrained")
     axes = figure.subplots()
-    for name, color in (("dense", "#b2603a"), ("damex_best", "#2a6f97")):
-        scores = {n: arms_of(file)[name]["mean_ap"] for n, file in LENGTHS.items()}
+    lengths = {600: "eight", 1200: "twice", 2400: "long"}
+    colors = {"dense": "#b2603a", "damex_best": "#2a6f97", "partitioned": "#4f7942"}
+    for name, color in colors.items():
+        scores = {n: worlds_of(kind)[name]["mean_ap"] for n, kind in lengths.items()}
         for length, values in scores.items():
             axes.plot([length] * len(values), values, "o", color=color, alpha=0.6)
         means = list(map(statistics.fmean, scores.values()))
         axes.plot(list(scores), means, "-", color=color, label=name)
-    axes.set_xticks(list(LENGTHS))
+    axes.set_xticks(list(lengths))
     axes.set_xlabel("iterations of batch 8")
     axes.set_ylabel("mean AP")
     axes.grid(alpha=0.3)
@@ -559,12 +564,11 @@ def length_plot() -> Figure:
 def draw() -> None:
     """Write the figures of the pages."""
     images = ROOT / "docs/images"
-    seven, conflicting = arms_of("one_or_seven"), arms_of("worlds-8_conflicting")
+    seven, conflicting = arms_of("one_or_seven"), worlds_of("eight")
     names = {name: ARMS[name].replace("`", "") for name in ARMS if name in seven}
-    rows = {text: known(seven[name]["mean_ap"]) for name, text in names.items()}
+    rows = {text: seven[name]["mean_ap"] for name, text in names.items()}
     dot_plot(rows).savefig(images / "seven-datasets.png", dpi=120)
-    arms = "dense", "dense_lr2", "wide_decoder", "single", "partitioned", "damex_best"
-    rows = {name: scores_or_spread(conflicting[name]) for name in arms}
+    rows = {name: conflicting[name]["mean_ap"] for name in WORLD_ARMS}
     dot_plot(rows).savefig(images / "headroom-worlds.png", dpi=120)
     length_plot().savefig(images / "length-worlds.png", dpi=120)
 
