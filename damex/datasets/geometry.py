@@ -274,18 +274,18 @@ def padding_notes(cfg: Mapping[str, Any]) -> list[str]:
     divisor = preprocessor.get("pad_size_divisor", 1)
     with tempfile.TemporaryDirectory() as folder:
         probes = [_write_probe(Path(folder), orientation=turn) for turn in (1, 6)]
-        for name, steps in pipelines_of(cfg, LOADERS[0]).items():
+        pipelines = pipelines_of(cfg, LOADERS[0])  # mostly one for all datasets
+        for name, steps in {repr(row[1]): row for row in pipelines.items()}.values():
             with contextlib.suppress(_CannotRunError):
                 views = [view_of(steps, probe) for probe in probes]
                 sizes = [view.shown["img_shape"][:2] for view in views]
                 cells = {tuple(-(-side // divisor) for side in size) for size in sizes}
                 if len(cells) > 1 and not any(view.is_resized for view in views):
-                    side = max(map(max, sizes))
+                    square = (max(map(max, sizes)),) * 2
                     return [
                         f"training pads a batch ({name}) to its largest image, and "
-                        "evaluation shows each image alone: images that are not square "
-                        "may lose AP. Add dict(type='Pad', size="
-                        f"({side}, {side})) after Resize to all pipelines."
+                        "evaluation none: images that are not square may lose AP. Give "
+                        f"all pipelines dict(type='Pad', size={square}) after Resize."
                     ]
     return []
 
