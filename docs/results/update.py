@@ -419,6 +419,47 @@ def worlds_conditions() -> str:
     return markdown(["", "seeds", *arms_row, *minus, last], lines)
 
 
+PARTS = {
+    "damex_best": "the recipe",
+    "by_token": "every token chooses for itself, in training and evaluation",
+    "forced_without_vote": "training by dataset, evaluation by token",
+    "vote_without_forcing": "training by token, evaluation by the image's vote",
+    "decoder_only": "experts only in the decoder",
+    "encoder_only": "experts only in the encoder",
+    "last_of_encoder": "experts only in the last encoder layer",
+    "whole_ffns": "a full FFN per dataset, none shared",
+    "whole_ffns_upcycled": "the same, dense for the first quarter",
+    "whole_ffns_near_their_mean": "the same, pulled to their mean",
+    "shared_private": "three quarters of the FFN shared, a quarter private",
+    "two_per_dataset": "two experts per dataset, hierarchical router",
+    "rank_16": "adapters of rank 16 instead of 4",
+    "label_prior": "class prior from the routers",
+    "averaged": "averaged weights (EMA)",
+    "dense_label_prior": "dense, class prior by its own head",
+    "dense_averaged": "dense, averaged weights (EMA)",
+    "dense": "the same without experts",
+    "dense_lr2": "at twice the learning rate",
+}
+
+
+def worlds_parts() -> str:
+    """The recipe and its ablations on eight worlds with conflicting names."""
+    arms = {**worlds_of("eight"), **worlds_of("parts")}
+    lines = [
+        [
+            f"`{name}`",
+            change,
+            str(len(arms[name]["mean_ap"])),
+            mean(arms[name]),
+            *(gain(arms, name, base) for base in ("damex_best", "dense")),
+        ]
+        for name, change in PARTS.items()
+        if name in arms
+    ]
+    header = ["arm", "change", "seeds", "mean AP", "minus `damex_best` [95%]"]
+    return markdown([*header, "minus `dense` [95%]"], lines)
+
+
 def worlds_padding() -> str:
     """Eight worlds, padded to a square in all pipelines or by batch in training."""
     batch, square = worlds_of("batch"), worlds_of("eight")
@@ -428,6 +469,53 @@ def worlds_padding() -> str:
         scores = [mean(both["batch"]), mean(both["square"])]
         lines.append([f"`{name}`", *scores, gain(both, "square", "batch")])
     return markdown(["", "batch", "letterbox", "difference [95%]"], lines)
+
+
+GROWING = {
+    "three": "three datasets",
+    "new_parts": "wind turbines added, `train_only=[wind_turbines]`",
+    "all_weights": "wind turbines added, all weights trained",
+    "together": "all four from the start",
+    "alone": "wind turbines alone, no experts",
+    "dense_three": "three datasets, no experts",
+    "dense_new_parts": "wind turbines added, `train_only`, no experts",
+    "dense_all_weights": "wind turbines added, all weights, no experts",
+}
+
+
+def growing() -> str:
+    """A dataset added to a trained detector: AP of the old ones and of the new one."""
+    arms, new = arms_of("growing"), "wind_turbines"
+    old = [name for name in arms["together"]["datasets"] if name != new]
+
+    def over(names: Sequence[str]) -> Arms:
+        """The arms that saw all of some datasets, with the mean AP of these."""
+        rows = {
+            arm: [found["datasets"][name] for name in names]
+            for arm, found in arms.items()
+            if {*names} <= {*found["datasets"]}
+        }
+        return {
+            arm: {"mean_ap": [statistics.fmean(aps) for aps in zip(*row, strict=True)]}
+            for arm, row in rows.items()
+        }
+
+    each = [over([name]) for name in (*old, new)]
+    before, added, lines = over(old), each[-1], []
+    for name in filter(arms.__contains__, GROWING):
+        three = "dense_three" if name.startswith("dense_") else "three"
+        lines.append(
+            [
+                GROWING[name],
+                str(len(arms[name]["mean_ap"])),
+                *(mean(scores.get(name, {})) for scores in each),
+                gain(before, name, three),
+                gain(added, name, "together"),
+            ]
+        )
+    header = ["AP", "seeds", *(name.replace("_", " ") for name in (*old, new))]
+    minus = ["mean of the old, minus before [95%]", "turbines, minus together [95%]"]
+    return markdown([*header, *minus], lines)
 
 
 def answer(arms: Arms, name: str, base: str) -> list[str]:
@@ -510,7 +598,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "tiles-by-size": tiles_by_size,
     "worlds": worlds,
     "worlds-conditions": worlds_conditions,
+    "worlds-parts": worlds_parts,
     "worlds-padding": worlds_padding,
+    "growing": growing,
 }
 
 
