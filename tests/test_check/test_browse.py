@@ -92,10 +92,10 @@ def test_folders_in_place_of_a_config(dataset, monkeypatch, tmp_path):
     dataset.write()
     shutil.copytree(dataset.root, tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
-    assert run_command(data, ["browse", "street", "b=copy", "--samples", "1"]) == 0
-    sheets = (tmp_path / "work_dirs/street-b/browse").glob("*.png")
+    assert run_command(data, ["browse", "a b=street", "a_b=copy", "--samples", "1"]) == 0
+    sheets = (tmp_path / "work_dirs/a b-a_b/browse").glob("*.png")
     names = sorted(path.stem for path in sheets)
-    assert names == ["b_train", "b_val", "street_train", "street_val"]
+    assert names == ["a b_train", "a b_val", "a_b_train", "a_b_val"]
 
 
 @pytest.mark.parametrize("how", ["entry", "label file"])

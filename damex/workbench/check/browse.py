@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 import random
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,8 +103,7 @@ def browse(
                 tiles[view.title].append((sample.name, draw_tile(sample, colors)))
                 progress.step()
     for view in views:
-        file = re.sub(r"[^\w.-]+", "_", f"{view.dataset}_{view.split}")
-        with atomic_write(folder / f"{file}.png") as part:
+        with atomic_write(folder / f"{view.dataset}_{view.split}.png") as part:
             contact_sheet(view.title, tiles[view.title]).save(part)
     page = render(f"Data of {name}", views, tiles, colors, notes)
     write_text(folder / "index.html", printable(page))
