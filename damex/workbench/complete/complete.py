@@ -270,7 +270,8 @@ def _next_command(out: Path, entries: Sequence[Mapping[str, Any]]) -> str:
     tiles = [f"{one['name']}={one['tile']}" for one in entries if one.get("tile")]
     words += ["--tile", *tiles] if tiles else []
     words += ["--work-dir", f"work_dirs/{run_name(names)}-completed"]
-    return f"train on them: damex train {shlex.join(words)}"
+    train = f"damex train {shlex.join(words)}"
+    return f"train on them, with --model if the detector is not tiny: {train}"
 
 
 def write_page(
