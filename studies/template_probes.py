@@ -1,14 +1,6 @@
-r"""Changes of the template's training that could teach more per image.
+r"""A loss in which several of the encoder's tokens learn each object.
 
-Each is an option of ``damex train``; the detector that is saved stays a DINO.
-
-Muon for the matrices of attention and FFNs, AdamW for the rest:
-
-    damex train configs/real/seven_datasets.py --cfg-options moe=dense \
-        custom_imports.imports=[damex.registry,studies.template_probes] \
-        optim_wrapper.constructor=MuonOptimWrapperConstructor
-
-A loss in which several of the encoder's tokens learn each object:
+As an option of ``damex train``; the detector that is saved stays a DINO:
 
     damex train configs/real/seven_datasets.py --cfg-options moe=dense \
         custom_imports.imports=[damex.registry,studies.template_probes] \
@@ -23,46 +15,10 @@ from typing import Any
 import torch
 from mmdet.registry import MODELS
 from mmdet.structures.bbox import bbox_cxcywh_to_xyxy
-from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper
-from mmengine.registry import OPTIM_WRAPPER_CONSTRUCTORS
-from torch import Tensor, nn
-from torch.optim import Muon
+from torch import Tensor
 
 from damex.models.detection_losses import DenseQueryLoss, image_weights
 from damex.models.detectors import MoEDINO
-from damex.moe import ChainedOptimizer
-
-
-@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
-class MuonOptimWrapperConstructor(DefaultOptimWrapperConstructor):
-    """Muon (Jordan et al. 2024) for matrices of attention and FFNs in the transformer.
-
-    Its updates have the root mean square of those of AdamW (Liu et al. 2025, arXiv
-    2502.16982), so that the learning rate and weight decay of the config apply. Needs
-    ``paramwise_cfg``, as in the template, which makes a group of each parameter.
-    """
-
-    def __call__(self, model: nn.Module) -> OptimWrapper:
-        """Build the wrapper; its optimizer is the one of the config and then Muon."""
-        wrapper = super().__call__(model)
-        matrices = {
-            id(p)
-            for name, p in model.named_parameters()
-            if name.startswith(("encoder.", "decoder."))
-            and p.ndim == 2
-            and ("attn" in name or "ffn" in name)
-        }
-        chosen, others = [], []
-        for group in wrapper.optimizer.param_groups:
-            if {*map(id, group["params"])} <= matrices:
-                kept = ("params", "lr", "weight_decay")
-                chosen.append({key: group[key] for key in kept})
-            else:
-                others.append(group)
-        wrapper.optimizer.param_groups = others
-        muon = Muon(chosen, adjust_lr_fn="match_rms_adamw")
-        wrapper.optimizer = ChainedOptimizer(wrapper.optimizer, muon)
-        return wrapper
 
 
 @MODELS.register_module()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -20,9 +21,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from damex.errors import ConfigError, did_you_mean
-from damex.moe import ChainedOptimizer, NormalizedGD, expert_parameters
+from damex.moe import ChainedOptimizer, Muon, NormalizedGD, expert_parameters
 
 OPTIMIZERS.register_module(module=NormalizedGD)
+# Of mmdet's detectors and of those of Transformers.
+LAYER = re.compile(r"\b(encoder|decoder)\..*?\blayers\.\d+\.")
 LOOPS = (None, "EpochBasedTrainLoop", "IterBasedTrainLoop")  # of mmengine
 
 
@@ -113,6 +116,57 @@ class ExpertOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             factor = next(iter(found.values()))
             expert_groups.append(dict(bank, lr=self.experts_cfg["lr"] * factor))
         return list(by_id.values()), expert_groups
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class MuonOptimWrapperConstructor(DefaultOptimWrapperConstructor):
+    """Train attention and FFNs with Muon, all other parameters as configured.
+
+    In a config::
+
+        optim_wrapper = dict(
+            constructor='MuonOptimWrapperConstructor',
+            optimizer=dict(type='AdamW', lr=0.0016, weight_decay=0.05),
+        )
+
+    :class:`damex.moe.Muon` gets the matrices of the layers of encoder and decoder, of
+    experts too but not of routers, with the learning rates and weight decays of the
+    config and ``paramwise_cfg``. The rest, such as heads, embeddings, biases and the
+    backbone, keeps the ``optimizer``.
+    """
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        """Build the wrapper; its optimizer is the one of the config and then Muon.
+
+        Raises:
+            ConfigError: If the detector has no such matrices that are trained.
+        """
+        wrapper = super().__call__(model)
+        bare = cast(nn.Module, model.module) if is_model_wrapper(model) else model
+        chosen = {id(p) for name, p in bare.named_parameters() if _is_matrix(name, p)}
+        groups, others = [], []
+        for group in wrapper.optimizer.param_groups:
+            params = group["params"]
+            if mine := [p for p in params if id(p) in chosen]:
+                rates = {key: group[key] for key in ("lr", "weight_decay")}
+                groups.append(dict(params=mine, **rates))
+            if rest := [p for p in params if id(p) not in chosen]:
+                others.append({**group, "params": rest})
+        if not groups:
+            raise ConfigError(
+                "optim_wrapper.constructor='MuonOptimWrapperConstructor': the detector "
+                "trains no matrix of an encoder or decoder; leave it out."
+            )
+        wrapper.optimizer.param_groups = others
+        wrapper.optimizer = ChainedOptimizer(wrapper.optimizer, Muon(groups))
+        return wrapper
+
+
+def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
+    """Whether it is a weight of attention or an FFN; of experts, a bank of weights."""
+    axes = 3 if ".moe." in name else 2
+    is_trained = parameter.requires_grad and parameter.dim() == axes
+    return is_trained and LAYER.search(name) is not None
 
 
 @PARAM_SCHEDULERS.register_module()

@@ -28,6 +28,7 @@ from damex.moe.metrics import (
 )
 from damex.moe.optim import (
     ChainedOptimizer,
+    Muon,
     NormalizedGD,
     copy_expert_to_all,
     decay_to_mean,

@@ -1,10 +1,11 @@
-"""Normalized gradient descent for experts, and operations across experts.
+"""Optimizers that treat each expert as its own, and operations across experts.
 
 Axes: E experts, P tensors of a bank of experts.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -108,6 +109,66 @@ def _move(bank: list[nn.Parameter], *, lr: float) -> None:
         # Chen et al. 2022, eq. 3.4: W_m <- W_m - lr * g_m / ||g_m||_F.
         step = torch.where(norm_E == 0, 0.0, lr / norm_E).unsqueeze(1) * grad
         parameter.sub_(step.view_as(parameter).to(parameter.dtype))
+
+
+class Muon(Optimizer):
+    """Muon (Jordan et al. 2024): momentum whose singular values are made equal.
+
+    The last two axes of a parameter are a matrix, others count experts: each expert is
+    updated as if it were alone. An update has the root mean square of those of AdamW
+    (Liu et al. 2025, arXiv 2502.16982), so that both may share a learning rate and a
+    weight decay. For single matrices it is ``torch.optim.Muon`` with
+    ``adjust_lr_fn='match_rms_adamw'``. Raises ValueError for parameters with one axis.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 0.001,
+        weight_decay: float = 0.0,
+        momentum: float = 0.95,
+    ) -> None:
+        settings = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
+        for name, value in settings.items():
+            if not value >= 0.0:
+                raise ValueError(f"Muon: {name} must be >= 0, got {value}")
+        super().__init__(params, settings)
+        shapes = [p.shape for group in self.param_groups for p in group["params"]]
+        for shape in shapes:
+            if len(shape) < 2:
+                raise ValueError(f"Muon: needs matrices, got shape {tuple(shape)}")
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
+        """Update all matrices and return the loss of `closure`, if given."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            lr, momentum = group["lr"], group["momentum"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                mean = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+                update = _orthogonal(p.grad.lerp(mean, momentum))  # Nesterov's
+                p.mul_(1 - lr * group["weight_decay"])
+                p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(p.shape[-2:])))
+        return loss
+
+
+def _orthogonal(matrices: Tensor) -> Tensor:
+    """Approximate U V^T of matrices U S V^T (..., A, B) by Newton and Schulz.
+
+    Five steps of a polynomial that moves singular values in (0, 1] to about 0.7 to 1.2.
+    """
+    flat = matrices.shape[-2] <= matrices.shape[-1]
+    x = (matrices if flat else matrices.mT).to(torch.bfloat16)
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.775 * gram + 2.0315 * gram @ gram) @ x
+    return (x if flat else x.mT).to(matrices.dtype)
 
 
 class ChainedOptimizer(Optimizer):
