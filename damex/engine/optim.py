@@ -25,7 +25,7 @@ from damex.moe import ChainedOptimizer, Muon, NormalizedGD, expert_parameters
 
 OPTIMIZERS.register_module(module=NormalizedGD)
 # Of mmdet's detectors and of those of Transformers.
-LAYER = re.compile(r"\b(encoder|decoder)\..*?\blayers\.\d+\.")
+LAYER = re.compile(r"\b(encoder|decoder)\..*?\blayers\.\d+\.\w+\.")
 LOOPS = (None, "EpochBasedTrainLoop", "IterBasedTrainLoop")  # of mmengine
 
 

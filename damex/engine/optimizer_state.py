@@ -19,6 +19,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from damex.errors import ConfigError
 from damex.models.blocks import MoEBlock, MoEFFN
 from damex.models.starts import Start, closing_norm
+from damex.moe import Muon
 
 # Group options that torch or a scheduler adds.
 LATE_OPTIONS = {"initial_lr", "foreach", "fused", "maximize", "capturable"}
@@ -155,15 +156,15 @@ def _needed_keys(optimizer: Optimizer) -> list[tuple[str, ...]]:
         if isinstance(optimizer, (Adam, AdamW)):
             keys: tuple[str, ...] = ("step", "exp_avg", "exp_avg_sq")
             keys += ("max_exp_avg_sq",) if group["amsgrad"] else ()
-        elif isinstance(optimizer, SGD):
+        elif isinstance(optimizer, (SGD, Muon)):
             keys = ("momentum_buffer",) if group["momentum"] else ()
         elif not getattr(optimizer, "keeps_state", True):
             keys = ()
         else:
             raise ConfigError(
-                "load_optimizer=True supports the moments of Adam, AdamW and SGD, and "
-                f"optim_wrapper.optimizer is {type(optimizer).__name__}; use one of "
-                "them, or set load_optimizer=False."
+                "load_optimizer=True supports moments of Adam, AdamW, Muon and SGD, "
+                f"and optim_wrapper.optimizer is {type(optimizer).__name__}; use one "
+                "of them, or set load_optimizer=False."
             )
         rows += [keys] * len(group["params"])
     return rows

@@ -92,7 +92,8 @@ def test_folders_in_place_of_a_config(dataset, monkeypatch, tmp_path):
     dataset.write()
     shutil.copytree(dataset.root, tmp_path / "copy")
     monkeypatch.chdir(tmp_path)
-    assert run_command(data, ["browse", "a b=street", "a_b=copy", "--samples", "1"]) == 0
+    words = ["browse", "a b=street", "a_b=copy", "--samples", "1"]
+    assert run_command(data, words) == 0
     sheets = (tmp_path / "work_dirs/a b-a_b/browse").glob("*.png")
     names = sorted(path.stem for path in sheets)
     assert names == ["a b_train", "a b_val", "a_b_train", "a_b_val"]

@@ -201,3 +201,43 @@ def test_a_model_without_trained_experts_is_refused():
     for model in (frozen, nn.Linear(2, 2)):
         with pytest.raises(ConfigError, match=r"dense \(moe=None\) or all its experts"):
             build_optim_wrapper(model, copy.deepcopy(SPLIT))
+
+
+@pytest.mark.parametrize("moe", [None, "damex_best"])
+@pytest.mark.parametrize("paramwise", [None, {"ffn": dict(lr_mult=0.1)}])
+def test_muon_takes_attention_and_ffns_of_all_experts_and_no_other(
+    moe, paramwise, build
+):
+    detector = build(moe=moe)
+    cfg = dict(PLAIN, constructor="MuonOptimWrapperConstructor")
+    if paramwise:
+        cfg["paramwise_cfg"] = dict(custom_keys=paramwise)
+    wrapper = build_optim_wrapper(detector, copy.deepcopy(cfg))
+    names = {id(p): name for name, p in detector.named_parameters()}
+    rates = [
+        {
+            names[id(p)]: (g["lr"], g["weight_decay"])
+            for g in groups
+            for p in g["params"]
+        }
+        for groups in (one.param_groups for one in wrapper.optimizer.optimizers)
+    ]
+    layers = nn.ModuleList([*detector.encoder.layers, *detector.decoder.layers])
+    expected = [m.weight for m in layers.modules() if isinstance(m, nn.Linear)]
+    attention = (m for m in layers.modules() if isinstance(m, nn.MultiheadAttention))
+    expected += [m.in_proj_weight for m in attention]
+    for block in moe_blocks(detector):
+        banks = (*block.moe.experts.parameters(), *block.moe.shared_expert.parameters())
+        expected += [p for p in banks if p.dim() == 3]
+    assert {*rates[1]} == {names[id(p)] for p in expected}
+    assert not {*rates[0]} & {*rates[1]}
+    assert {*rates[0]} | {*rates[1]} == {*names.values()}
+    low = [name for name in rates[1] if paramwise and "ffn" in name]
+    assert {rates[1][name] for name in low} <= {(0.001, 0.1)}
+    assert {one for name, one in rates[1].items() if name not in low} == {(0.01, 0.1)}
+
+
+def test_muon_needs_an_encoder_or_decoder():
+    cfg = dict(PLAIN, constructor="MuonOptimWrapperConstructor")
+    with pytest.raises(ConfigError, match="no matrix of an encoder or decoder"):
+        build_optim_wrapper(Model(), copy.deepcopy(cfg))

@@ -32,6 +32,12 @@ def adamw(detector, **changes):
     return torch.optim.AdamW(detector.parameters(), **{**ADAMW, **changes})
 
 
+def muon(detector):
+    config = dict(type="AdamW", lr=1e-3)
+    kind = dict(constructor="MuonOptimWrapperConstructor", optimizer=config)
+    return build_optim_wrapper(detector, kind).optimizer
+
+
 def backward(detector, make_batch, run_loss, total, seed):
     detector.zero_grad()
     total(run_loss(detector, make_batch([0, 1], seed=seed))).backward()
@@ -116,11 +122,15 @@ def test_a_first_step_on_the_dense_gradient_is_the_dense_step(
     assert steps == {3.0}  # two of the dense training
 
 
-@pytest.mark.parametrize("moe", [None, COPIES, FINE], ids=["dense", "copies", "fine"])
-def test_the_same_detector_takes_all_over(build, trained, moe):
-    _, checkpoint = trained(moe)
+@pytest.mark.parametrize(
+    ("moe", "optimizer"),
+    [(None, adamw), (COPIES, adamw), (FINE, adamw), (COPIES, muon)],
+    ids=["dense", "copies", "fine", "muon"],
+)
+def test_the_same_detector_takes_all_over(build, trained, moe, optimizer):
+    _, checkpoint = trained(moe, optimizer)
     again = build(moe=moe)
-    optimizer = adamw(again)
+    optimizer = optimizer(again)
     start(again, checkpoint, optimizer)
     stored = checkpoint["optimizer"]["state"]
     found = optimizer.state_dict()["state"]

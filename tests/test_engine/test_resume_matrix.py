@@ -25,6 +25,7 @@ param_scheduler = [dict(type="CosineAnnealingLR", eta_min_ratio=0.02, by_epoch=F
 TRAININGS = {
     # Six steps an epoch, three epochs.
     "by epoch": "train_cfg = dict(max_epochs=3, val_interval=1)\n"
+    "optim_wrapper = dict(constructor='MuonOptimWrapperConstructor')\n"
     "default_hooks = dict(checkpoint=dict(max_keep_ckpts=-1))",
     "in mid-epoch": "train_cfg = dict(max_epochs=2, val_interval=1)\n"
     "default_hooks = dict(checkpoint=dict(by_epoch=False, interval=4))\n"

@@ -9,6 +9,7 @@ from torch import nn
 
 from damex.moe import (
     ChainedOptimizer,
+    Muon,
     NormalizedGD,
     copy_expert_to_all,
     decay_to_mean,
@@ -40,6 +41,49 @@ def test_a_nan_gradient_is_not_hidden():
     NormalizedGD([weight], lr=1.0).step()
     assert weight[0].isnan().all()
     assert weight[1].tolist() == [-1.0, 0.0]
+
+
+@pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
+def test_muon_moves_each_expert_alike_in_all_directions(shape):
+    """Whatever the scale of its gradient, by lr x 0.2 x the root of its longer side."""
+    torch.manual_seed(0)
+    start = torch.randn(3, *shape)
+    grads = torch.randn(3, *shape) * torch.tensor([1.0, 1e-6, 1e6]).view(3, 1, 1)
+    bank = nn.Parameter(start.clone())
+    bank.grad = grads.clone()
+    Muon([bank], lr=0.5).step()
+    lengths = torch.linalg.svdvals(start - bank.detach()) / (0.5 * 0.2 * 6**0.5)
+    assert 0.6 < lengths.min() <= lengths.max() < 1.3
+    for expert in range(3):
+        alone = nn.Parameter(start[expert].clone())
+        alone.grad = grads[expert].clone()
+        Muon([alone], lr=0.5).step()
+        torch.testing.assert_close(alone, bank[expert])
+
+
+def test_muon_without_a_gradient_only_decays():
+    bank = nn.Parameter(torch.ones(2, 2, 2))
+    bank.grad = torch.stack([torch.zeros(2, 2), torch.eye(2)])
+    Muon([bank], lr=0.5, weight_decay=0.1).step()
+    assert bank[0].unique().tolist() == pytest.approx([0.95])
+    assert bank[1].diagonal().max() < 0.95
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch < 2.9 has none")
+@pytest.mark.parametrize("shape", [(24, 8), (8, 24)])
+def test_muon_is_the_one_of_torch(shape):
+    torch.manual_seed(0)
+    ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
+    settings = dict(lr=0.1, weight_decay=0.1)
+    torchs = torch.optim.Muon([theirs], adjust_lr_fn="match_rms_adamw", **settings)
+    both = Muon([ours], **settings), torchs
+    for _ in range(4):
+        ours.grad = torch.randn(shape)
+        theirs.grad = ours.grad.clone()
+        for optimizer in both:
+            optimizer.step()
+    moved = (theirs - 1).abs().max()
+    assert (ours - theirs).abs().max() < 0.03 * moved  # bfloat16
 
 
 def make(*, seed=0, lr=0.1):
