@@ -420,7 +420,6 @@ def worlds_conditions() -> str:
 
 
 PARTS = {
-    "damex_best": "the recipe",
     "by_token": "every token chooses for itself, in training and evaluation",
     "forced_without_vote": "training by dataset, evaluation by token",
     "vote_without_forcing": "training by token, evaluation by the image's vote",
@@ -437,27 +436,19 @@ PARTS = {
     "averaged": "averaged weights (EMA)",
     "dense_label_prior": "dense, class prior by its own head",
     "dense_averaged": "dense, averaged weights (EMA)",
-    "dense": "the same without experts",
     "dense_lr2": "at twice the learning rate",
 }
 
 
 def worlds_parts() -> str:
-    """The recipe and its ablations on eight worlds with conflicting names."""
-    arms = {**worlds_of("eight"), **worlds_of("parts")}
+    """Ablations of the recipe on eight worlds with conflicting names."""
+    arms = worlds_of("parts")
     lines = [
-        [
-            f"`{name}`",
-            change,
-            str(len(arms[name]["mean_ap"])),
-            mean(arms[name]),
-            *(gain(arms, name, base) for base in ("damex_best", "dense")),
-        ]
+        [f"`{name}`", change, str(len(arms[name]["mean_ap"])), mean(arms[name])]
         for name, change in PARTS.items()
         if name in arms
     ]
-    header = ["arm", "change", "seeds", "mean AP", "minus `damex_best` [95%]"]
-    return markdown([*header, "minus `dense` [95%]"], lines)
+    return markdown(["arm", "change", "seeds", "mean AP"], lines)
 
 
 def worlds_padding() -> str:
@@ -529,6 +520,7 @@ def questions() -> str:
     """The questions that users ask, each with a number, for the page of results."""
     real, worlds = "../results/seven-datasets.md", "../results/worlds.md"
     why, halves = f"{worlds}#what-changes-the-gain", "../results/completing.md"
+    grown, added = arms_of("growing"), "../results/growing.md"
     windows, full = f"{real}#windows-for-small-objects", f"{real}#template-with-windows"
     alike = f"{real}#images-that-weigh-alike"
     small = "../guides/transformers.md#a-small-detector-for-cpus"
@@ -551,6 +543,8 @@ def questions() -> str:
         ("Both, with experts, 4,200 iterations?", seven, own, "template_full", full),
         ("The same, a detector per dataset?", seven, own, "template_single_full", full),
         ("The same, without experts?", seven, own, "template_dense_full", full),
+        ("Add a fourth dataset?", "four real datasets", grown, "all_weights", added),
+        ("The same, `train_only`?", "four real datasets", grown, "new_parts", added),
         ("RT-DETRv2, both without `image_balance`?", seven, own, "rt_detr_v2", small),
         ("Ignore what is not labeled?", sketches, missing, found, halves),
         ("Also write it, 1,200 iterations?", sketches, missing, written, twice),
@@ -560,9 +554,10 @@ def questions() -> str:
         ("Only two datasets?", "two of the eight", two, best, why),
         ("Names that agree?", eight, agree, best, why),
     ]
-    bases = {found: "negatives", written: "longer_negatives"} | dict.fromkeys(
-        ("template_single_full", "template_dense_full"), "template_full"
-    )
+    bases = {found: "negatives", written: "longer_negatives"}
+    bases |= dict.fromkeys(("all_weights", "new_parts"), "together")
+    longest = ("template_single_full", "template_dense_full")
+    bases |= dict.fromkeys(longest, "template_full")
     lines = []
     for question, data, arms, arm, page in rows:
         cells = answer(arms, arm, bases.get(arm, equal(arm)))
