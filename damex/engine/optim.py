@@ -139,7 +139,7 @@ class MuonOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         """Build the wrapper; its optimizer is the one of the config and then Muon.
 
         Raises:
-            ConfigError: If the detector has no such matrices that are trained.
+            ConfigError: If the detector has no such matrices.
         """
         wrapper = super().__call__(model)
         bare = cast(nn.Module, model.module) if is_model_wrapper(model) else model
@@ -148,14 +148,14 @@ class MuonOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         for group in wrapper.optimizer.param_groups:
             params = group["params"]
             if mine := [p for p in params if id(p) in chosen]:
-                rates = {key: group[key] for key in ("lr", "weight_decay")}
+                rates = {k: group[k] for k in ("lr", "weight_decay") if k in group}
                 groups.append(dict(params=mine, **rates))
             if rest := [p for p in params if id(p) not in chosen]:
                 others.append({**group, "params": rest})
         if not groups:
             raise ConfigError(
                 "optim_wrapper.constructor='MuonOptimWrapperConstructor': the detector "
-                "trains no matrix of an encoder or decoder; leave it out."
+                "has no matrix in layers of an encoder or decoder; leave it out."
             )
         wrapper.optimizer.param_groups = others
         wrapper.optimizer = ChainedOptimizer(wrapper.optimizer, Muon(groups))
@@ -165,8 +165,8 @@ class MuonOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 def _is_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Whether it is a weight of attention or an FFN; of experts, a bank of weights."""
     axes = 3 if ".moe." in name else 2
-    is_trained = parameter.requires_grad and parameter.dim() == axes
-    return is_trained and LAYER.search(name) is not None
+    is_own = parameter.dim() == axes and "backbone." not in name
+    return is_own and LAYER.search(name) is not None
 
 
 @PARAM_SCHEDULERS.register_module()

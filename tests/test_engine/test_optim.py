@@ -239,5 +239,5 @@ def test_muon_takes_attention_and_ffns_of_all_experts_and_no_other(
 
 def test_muon_needs_an_encoder_or_decoder():
     cfg = dict(PLAIN, constructor="MuonOptimWrapperConstructor")
-    with pytest.raises(ConfigError, match="no matrix of an encoder or decoder"):
+    with pytest.raises(ConfigError, match="no matrix in layers of an encoder"):
         build_optim_wrapper(Model(), copy.deepcopy(cfg))
