@@ -215,6 +215,14 @@ WITH_EXPERTS = {
 }
 
 
+MUON = {
+    "root": "no experts, AdamW",
+    "root_muon": "no experts, Muon",
+    "root_best": "`damex_best`, AdamW",
+    "root_best_muon": "`damex_best`, Muon",
+}
+
+
 # Where the arm lies that others are compared with: file and name.
 WHOLE, TILED = ("tiles", "dense"), ("tiles", "tile")
 EXPERTS = ("one_or_seven", "damex_best")
@@ -239,6 +247,28 @@ def variants(arms: Arms, labels: Mapping[str, str], words: str) -> str:
     ]
     header = ["", "seeds", "mean AP", f"minus {words} [95%]", "mean AP50"]
     return markdown([*header, "pooled AP"], lines)
+
+
+def with_muon() -> Arms:
+    """Arms with ``image_balance=0.5``, trained by AdamW and in part by Muon."""
+    return {**arms_of("balanced"), **arms_of("muon")}
+
+
+def muon() -> str:
+    """Muon for attention and FFNs against AdamW for all, as the other settings are."""
+    arms = with_muon()
+    lines = [
+        [
+            MUON[name],
+            str(len(arms[name]["mean_ap"])),
+            mean(arms[name]),
+            gain(arms, name, name.removesuffix("_muon")),
+            *(mean(arms[name], key) for key in ("mean_ap50", "pooled_ap")),
+        ]
+        for name in MUON
+    ]
+    header = ["", "seeds", "mean AP", "minus AdamW [95%]", "mean AP50", "pooled AP"]
+    return markdown(header, lines)
 
 
 def tiles_by_size() -> str:
@@ -522,7 +552,7 @@ def questions() -> str:
     why, halves = f"{worlds}#what-changes-the-gain", "../results/completing.md"
     grown, added = arms_of("growing"), "../results/growing.md"
     windows, full = f"{real}#windows-for-small-objects", f"{real}#template-with-windows"
-    alike = f"{real}#images-that-weigh-alike"
+    alike, muons = f"{real}#images-that-weigh-alike", f"{real}#muon"
     small = "../guides/transformers.md#a-small-detector-for-cpus"
     own = {**arms_of("one_or_seven"), "rt_detr_v2": arms_of("rt_detr_v2")["dense"]}
     tiles, missing = arms_of("tiles"), arms_of("completing")
@@ -540,6 +570,7 @@ def questions() -> str:
         ("The paper's `damex`?", seven, own, "damex", real),
         ("Windows for three datasets of small objects?", seven, tiles, "tile", windows),
         ("`image_balance=0.5`?", seven, balanced(*WHOLE), "root", alike),
+        ("Muon for attention and FFNs?", seven, with_muon(), "root_muon", muons),
         ("Both, with experts, 4,200 iterations?", seven, own, "template_full", full),
         ("The same, a detector per dataset?", seven, own, "template_single_full", full),
         ("The same, without experts?", seven, own, "template_dense_full", full),
@@ -554,7 +585,7 @@ def questions() -> str:
         ("Only two datasets?", "two of the eight", two, best, why),
         ("Names that agree?", eight, agree, best, why),
     ]
-    bases = {found: "negatives", written: "longer_negatives"}
+    bases = {found: "negatives", written: "longer_negatives", "root_muon": "root"}
     bases |= dict.fromkeys(("all_weights", "new_parts"), "together")
     longest = ("template_single_full", "template_dense_full")
     bases |= dict.fromkeys(longest, "template_full")
@@ -589,6 +620,8 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "balanced-experts-by-dataset": lambda: by_dataset(balanced(*EXPERTS), WITH_EXPERTS),
     "balanced-by-dataset": lambda: by_dataset(balanced(*WHOLE), BALANCED),
+    "muon": muon,
+    "muon-by-dataset": lambda: by_dataset(with_muon(), MUON),
     "tiles-by-dataset": lambda: by_dataset(arms_of("tiles"), TILES),
     "tiles-by-size": tiles_by_size,
     "worlds": worlds,
