@@ -142,7 +142,7 @@ def check_resumable(
     if problem:
         raise ConfigError(
             f"--resume: optim_wrapper.optimizer is {kind}, and {path} was trained with "
-            f"{problem}; set the optim_wrapper (paramwise_cfg) of that training, "
+            f"{problem}; set the optim_wrapper (constructor, paramwise_cfg) of it, "
             f"{start}"
         )
 
