@@ -233,14 +233,19 @@ def balanced(file: str, arm: str) -> Arms:
     return {"dense": arms_of(file)[arm], **arms_of("balanced")}
 
 
-def variants(arms: Arms, labels: Mapping[str, str], words: str) -> str:
-    """A row per arm, compared with ``dense``, which has some words in the header."""
+def variants(
+    arms: Arms,
+    labels: Mapping[str, str],
+    words: str,
+    base_of: Callable[[str], str] = lambda name: "dense",
+) -> str:
+    """A row per arm, compared with its base, which has some words in the header."""
     lines = [
         [
             labels[name],
             str(len(arms[name]["mean_ap"])),
             mean(arms[name]),
-            gain(arms, name, "dense"),
+            gain(arms, name, base_of(name)),
             *(mean(arms[name], key) for key in ("mean_ap50", "pooled_ap")),
         ]
         for name in labels
@@ -252,23 +257,6 @@ def variants(arms: Arms, labels: Mapping[str, str], words: str) -> str:
 def with_muon() -> Arms:
     """Arms with ``image_balance=0.5``, trained by AdamW and in part by Muon."""
     return {**arms_of("balanced"), **arms_of("muon")}
-
-
-def muon() -> str:
-    """Muon for attention and FFNs against AdamW for all, as the other settings are."""
-    arms = with_muon()
-    lines = [
-        [
-            MUON[name],
-            str(len(arms[name]["mean_ap"])),
-            mean(arms[name]),
-            gain(arms, name, name.removesuffix("_muon")),
-            *(mean(arms[name], key) for key in ("mean_ap50", "pooled_ap")),
-        ]
-        for name in MUON
-    ]
-    header = ["", "seeds", "mean AP", "minus AdamW [95%]", "mean AP50", "pooled AP"]
-    return markdown(header, lines)
 
 
 def tiles_by_size() -> str:
@@ -620,7 +608,9 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "balanced-experts-by-dataset": lambda: by_dataset(balanced(*EXPERTS), WITH_EXPERTS),
     "balanced-by-dataset": lambda: by_dataset(balanced(*WHOLE), BALANCED),
-    "muon": muon,
+    "muon": lambda: variants(
+        with_muon(), MUON, "AdamW", lambda name: name.removesuffix("_muon")
+    ),
     "muon-by-dataset": lambda: by_dataset(with_muon(), MUON),
     "tiles-by-dataset": lambda: by_dataset(arms_of("tiles"), TILES),
     "tiles-by-size": tiles_by_size,
