@@ -1,6 +1,6 @@
 r"""A loss in which several of the encoder's tokens learn each object.
 
-As an option of ``damex train``; the detector that is saved stays a DINO:
+As an option of ``damex train``; the new heads serve the loss alone:
 
     damex train configs/real/seven_datasets.py --cfg-options moe=dense \
         custom_imports.imports=[damex.registry,studies.template_probes] \
