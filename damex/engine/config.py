@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from mmdet.registry import MODELS
+from mmdet.registry import MODELS, OPTIM_WRAPPER_CONSTRUCTORS, OPTIMIZERS
 from mmengine.config import Config, ConfigDict
 from mmengine.registry import RUNNERS
 from mmengine.runner import Runner
@@ -34,7 +34,7 @@ from damex.datasets.geometry import (
 )
 from damex.datasets.label_space import LabelFile, LabelSpace, read_label_space
 from damex.datasets.spec import parse_mixture
-from damex.engine.optim import check_optimizer_type, set_length
+from damex.engine.optim import check_type, set_length
 from damex.errors import ConfigError, did_you_mean
 from damex.models.build import module_class
 from damex.models.config import (
@@ -187,9 +187,9 @@ def check_settings(cfg: Mapping[str, Any]) -> None:
                 f"{' and '.join(name for name in row if name not in missing)}; or set "
                 f"all of {', '.join(row)} to None."
             )
-    optimizer = (cfg.get("optim_wrapper") or {}).get("optimizer")
-    if optimizer is not None:
-        check_optimizer_type(optimizer, "optimizer")
+    wrapper = cfg.get("optim_wrapper") or {}
+    check_type((wrapper.get("optimizer") or {}).get("type"), OPTIMIZERS, "optimizer")
+    check_type(wrapper.get("constructor"), OPTIM_WRAPPER_CONSTRUCTORS, "constructor")
     for loader in LOADERS:
         _check_dataset(cfg, loader)
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+import mmdet.registry
 from mmengine.config import Config, ConfigDict
 from mmengine.model import is_model_wrapper
 from mmengine.optim import DefaultOptimWrapperConstructor, OptimWrapper, _ParamScheduler
@@ -16,6 +17,7 @@ from mmengine.registry import (
     OPTIM_WRAPPERS,
     OPTIMIZERS,
     PARAM_SCHEDULERS,
+    Registry,
 )
 from torch import nn
 from torch.optim import Optimizer
@@ -188,13 +190,13 @@ class ResetLR(LRSchedulerMixin, _ParamScheduler):
         return [group[self.param_name] for group in self.optimizer.param_groups]
 
 
-def check_optimizer_type(config: Mapping[str, Any], field: str) -> None:
-    """Raise ConfigError if the type of ``optim_wrapper[field]`` is not registered."""
-    kind = config.get("type")
-    if isinstance(kind, str) and OPTIMIZERS.get(kind) is None:
+def check_type(kind: Any, known: Registry, place: str) -> None:
+    """Raise ConfigError if ``optim_wrapper.<place>`` is in no registry of mmdet."""
+    if isinstance(kind, str) and known.get(kind) is None:
+        names = sorted({**known.module_dict, **known.root.module_dict})
         raise ConfigError(
-            f"optim_wrapper.{field} has the unknown type {kind!r}; "
-            f"{did_you_mean(kind, sorted(OPTIMIZERS.module_dict))}"
+            f"optim_wrapper.{place} has the unknown type {kind!r}; "
+            f"{did_you_mean(kind, names)}"
         )
 
 
@@ -206,7 +208,7 @@ def _check_experts(config: Any) -> dict[str, Any]:
             "optim_wrapper.experts with a type and a learning rate lr of 0 or more, "
             f"such as dict(type='NormalizedGD', lr=0.001), got {config!r}."
         )
-    check_optimizer_type(config, "experts")
+    check_type(config["type"], mmdet.registry.OPTIMIZERS, "experts")
     return dict(config)
 
 

@@ -407,6 +407,7 @@ SETTINGS = {
     "model.neck.type=ChanelMapper": "ChanelMapper is not in the mmdet::model registry",
     "train_dataloader.dataset.pipeline.3.prb=1": "RandomFlip.* argument 'prb'.* 'prob'",
     "optim_wrapper.optimizer.type=AdmW": "unknown type 'AdmW'.* 'AdamW'",
+    "optim_wrapper.constructor=MuonConstructor": "'MuonOptimWrapperConstructor'",
     "optim_wrapper.optimizer.lrr=1": "AdamW.* unexpected keyword argument 'lrr'",
     "train_cfg.max_epoch=1": "EpochBasedTrainLoop.* unexpected .* 'max_epoch'",
     "load_form=x": "load_form='x'.* nothing reads it.* 'load_from'",

@@ -3,6 +3,7 @@
 import copy
 from pathlib import Path
 
+import mmdet.registry
 import pytest
 import torch
 from mmengine.config import Config
@@ -192,6 +193,14 @@ def test_one_step_of_the_shipped_schedule_on_a_detector(moe, build):
 def test_a_config_that_cannot_work_names_field_and_value(changes, message):
     with pytest.raises(ConfigError, match=message):
         build_optim_wrapper(Model(), copy.deepcopy({**SPLIT, **changes}))
+
+
+def test_an_optimizer_of_a_user_is_known(monkeypatch):
+    registry = mmdet.registry.OPTIMIZERS  # where mmdet's pages register it
+    monkeypatch.setitem(registry.module_dict, "Mine", torch.optim.SGD)
+    experts = dict(type="Mine", lr=0.1)
+    wrapper = build_optim_wrapper(Model(), copy.deepcopy({**SPLIT, "experts": experts}))
+    assert type(wrapper.optimizer.optimizers[1]) is torch.optim.SGD
 
 
 def test_a_model_without_trained_experts_is_refused():
