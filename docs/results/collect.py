@@ -67,9 +67,8 @@ def runs_of(folder: Path) -> Iterator[dict[str, Any]]:
             record["pooled_not_told"] = again["pooled_ap"]
         if shares := found.get("routing_accuracy"):
             record["routing"] = shares
-        record["datasets"] = {
-            name: one["ap"] for name, one in found["datasets"].items()
-        }
+        for key, score in {"datasets": "ap", "datasets_ap50": "ap50"}.items():
+            record[key] = {name: one[score] for name, one in found["datasets"].items()}
         record["sizes"] = {
             name: [one.get(f"ap_{size}") for size in ("small", "medium", "large")]
             for name, one in found["datasets"].items()

@@ -30,12 +30,13 @@ def arms_of(file: str) -> Arms:
     """Scores by arm, of a file of runs: a list with a number per seed."""
     arms: dict[str, dict[str, Any]] = {}
     for run in stored(f"{file}.json")["runs"]:
-        arm = arms.setdefault(run["arm"], {"datasets": {}})
+        arm = arms.setdefault(run["arm"], {"datasets": {}, "datasets_ap50": {}})
         for key, score in run.items():
             if isinstance(score, float):  # but not the seed, nor a gap
                 arm.setdefault(key, []).append(score)
-        for name, score in run["datasets"].items():
-            arm["datasets"].setdefault(name, []).append(score)
+        for key in ("datasets", "datasets_ap50"):  # older runs lack the second
+            for name, score in run.get(key, {}).items():
+                arm[key].setdefault(name, []).append(score)
     return arms
 
 

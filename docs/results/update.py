@@ -132,14 +132,17 @@ def real() -> str:
     return markdown([*header, *last], lines)
 
 
-def by_dataset(arms: Arms, labels: Mapping[str, str]) -> str:
+def by_dataset(
+    arms: Arms, labels: Mapping[str, str], *, score: str = "datasets"
+) -> str:
     """AP of each dataset; a row per arm, in the order of its labels."""
     names = list(next(iter(arms.values()))["datasets"])
     lines = [
-        [labels[name], *(str(spread(arms[name]["datasets"][d])) for d in names)]
+        [labels[name], *(str(spread(arms[name][score][d])) for d in names)]
         for name in filter(arms.__contains__, labels)
     ]
-    return markdown(["AP", *(name.replace("_", " ") for name in names)], lines)
+    header = "AP50" if score == "datasets_ap50" else "AP"
+    return markdown([header, *(name.replace("_", " ") for name in names)], lines)
 
 
 DETECTORS = {

@@ -80,7 +80,7 @@ def test_places_are_corrected_for_the_number_of_arms(scores):
 def write(folder, name="summary.json", **scores):
     folder.mkdir(parents=True, exist_ok=True)
     mean = sum(scores.values()) / len(scores)
-    datasets = {name: dict(ap=score) for name, score in scores.items()}
+    datasets = {name: dict(ap=score, ap50=2 * score) for name, score in scores.items()}
     found = dict(mean_ap=mean, mean_ap50=mean, pooled_ap=mean, datasets=datasets)
     (folder / name).write_text(json.dumps(found), "utf-8")
 
@@ -111,6 +111,7 @@ def test_collected_runs_stay_and_grow(collect, tmp_path):
     found = dict(not_told=0.25, pooled_not_told=0.25)
     assert second["dense", 1] == {**first["dense", 1], **found}
     assert second["dense", 2]["mean_ap"] == 0.5
+    assert second["dense", 2]["datasets_ap50"] == dict(a=1.0, b=1.0)
     assert {arm for arm, _ in second} == {"dense", "single_full"}
 
     write(runs / "oracle/seed1", "test_summary.json", a=0.5, b=0.5)
