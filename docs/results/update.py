@@ -552,6 +552,7 @@ def questions() -> str:
     best, found = "damex_best", "ignored_if_found"
     written, twice = f"longer_completed_and_{found}", f"{halves}#twice-as-long"
     sketches = "halves of diagrams"
+    both = "Windows, `image_balance=0.5` and experts"
     rows = [
         ("One detector or seven, equal compute?", seven, own, "single", real),
         ("The same, 1,200 iterations?", seven, own, "longer_single", real),
@@ -562,9 +563,9 @@ def questions() -> str:
         ("Windows for three datasets of small objects?", seven, tiles, "tile", windows),
         ("`image_balance=0.5`?", seven, balanced(*WHOLE), "root", alike),
         ("Muon for attention and FFNs?", seven, with_muon(), "root_muon", muons),
-        ("Both, with experts, 4,200 iterations?", seven, own, "template_full", full),
-        ("The same, a detector per dataset?", seven, own, "template_single_full", full),
-        ("The same, without experts?", seven, own, "template_dense_full", full),
+        (f"{both}, 4,200 iterations?", seven, own, "template_full", full),
+        ("That, or a detector per dataset?", seven, own, "template_single_full", full),
+        ("That, or without experts?", seven, own, "template_dense_full", full),
         ("Add a fourth dataset?", "four real datasets", grown, "all_weights", added),
         ("The same, `train_only`?", "four real datasets", grown, "new_parts", added),
         ("RT-DETRv2, both without `image_balance`?", seven, own, "rt_detr_v2", small),
@@ -584,7 +585,7 @@ def questions() -> str:
     for question, data, arms, arm, page in rows:
         cells = answer(arms, arm, bases.get(arm, equal(arm)))
         lines.append([f"[{question}]({page})", data, f"`{arm}`", *cells])
-    header = ["question", "data", "arm", "mean AP, `dense`", "the arm"]
+    header = ["question", "data", "arm", "mean AP, baseline", "the arm"]
     return markdown([*header, "difference [95%]", "seeds"], lines)
 
 
