@@ -44,8 +44,10 @@ def test_a_nan_gradient_is_not_hidden():
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
-def test_muon_moves_each_expert_alike_in_all_directions(shape):
+@pytest.mark.parametrize("vectors", ["AVX2", "AVX512"])  # float32 and bfloat16
+def test_muon_moves_each_expert_alike_in_all_directions(shape, vectors, monkeypatch):
     """Whatever the scale of its gradient, by lr x 0.2 x the root of its longer side."""
+    monkeypatch.setattr("torch.backends.cpu.get_cpu_capability", lambda: vectors)
     torch.manual_seed(0)
     start = torch.randn(3, *shape)
     grads = torch.randn(3, *shape) * torch.tensor([1.0, 1e-6, 1e6]).view(3, 1, 1)
