@@ -36,6 +36,7 @@ from damex.models.sites import COMPONENTS
 from damex.moe import ExpertGradients, gathered_experts, sharded_layers, sharded_names
 
 DDP, FULLY_SHARDED = "MMDistributedDataParallel", "FullySharded"
+DEFAULT = "DefaultOptimWrapperConstructor"
 
 
 def wrapper_config(
@@ -89,12 +90,12 @@ def check_sharding(runner: Runner, loader: str) -> None:
     if is_fully_sharded(runner):
         sharding = f"model_wrapper_cfg.type={FULLY_SHARDED!r}"
         hooks += (EMAHook,)
-        constructor = (runner.cfg.get("optim_wrapper") or {}).get("constructor")
+        own = (runner.cfg.get("optim_wrapper") or {}).get("constructor")
         in_stages = getattr(model, "trains_in_stages", False)
         problems = {
             "sync_bn": runner.cfg.get("sync_bn"),
             "train_only": runner.cfg.get("train_only"),
-            "optim_wrapper.constructor": constructor,
+            f"optim_wrapper.constructor={own!r}": own not in (None, DEFAULT),
             "moe.upcycling or moe.router_warmup": in_stages,
             "moe.expert_parallel": layers,
         }

@@ -271,7 +271,7 @@ def test_the_mean_of_all_experts_is_refused(spread_runner):
     [
         ("sync_bn", dict(sync_bn="torch"), False, []),
         ("train_only", dict(train_only=["a"]), False, []),
-        ("constructor", dict(optim_wrapper=dict(constructor="X")), False, []),
+        ("constructor='X'", dict(optim_wrapper=dict(constructor="X")), False, []),
         ("router_warmup", {}, True, []),
         ("EMAHook", {}, False, [EMAHook()]),
         ("ExpertMeanDecayHook", {}, False, [ExpertMeanDecayHook(decay=1.0)]),
@@ -282,7 +282,8 @@ def test_what_needs_whole_parameters_is_refused(
 ):
     runner_of_whole(spread_runner)
     spread_runner.model.trains_in_stages = in_stages
-    spread_runner.cfg |= cfg
+    one = dict(constructor="DefaultOptimWrapperConstructor")  # unlike a base config
+    spread_runner.cfg |= dict(optim_wrapper=one) | cfg
     spread_runner.hooks += hooks
     with pytest.raises(ConfigError, match=f"{words} cannot be .*'FullySharded'"):
         check_sharding(spread_runner, "val_dataloader")
