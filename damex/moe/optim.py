@@ -115,10 +115,11 @@ class Muon(Optimizer):
     """Muon (Jordan et al. 2024): momentum whose singular values are made equal.
 
     The last two axes of a parameter are a matrix, others count experts: each expert is
-    updated as if it were alone. An update has the root mean square of those of AdamW
-    (Liu et al. 2025, arXiv 2502.16982), so that both may share a learning rate and a
-    weight decay. For single matrices it is ``torch.optim.Muon`` with
-    ``adjust_lr_fn='match_rms_adamw'``. Raises ValueError for parameters with one axis.
+    updated as if it were alone, and rests if its gradient is zero. An update has the
+    root mean square of those of AdamW (Liu et al. 2025, arXiv 2502.16982), so that both
+    may share a learning rate and a weight decay. A matrix moves as by
+    ``torch.optim.Muon(..., adjust_lr_fn='match_rms_adamw')``. Raises ValueError for
+    parameters with one axis.
     """
 
     def __init__(
@@ -150,10 +151,14 @@ class Muon(Optimizer):
                 state = self.state[p]
                 if not state:
                     state["momentum_buffer"] = torch.zeros_like(p.grad)
-                mean = state["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+                # Else old momentum would move it as far as a gradient, without end.
+                has_tokens = p.grad.flatten(-2).any(-1)[..., None, None].to(p.dtype)
+                mean = state["momentum_buffer"]
+                mean.lerp_(p.grad, (1 - momentum) * has_tokens)
                 update = _orthogonal(p.grad.lerp(mean, momentum))  # Nesterov's
-                p.mul_(1 - lr * group["weight_decay"])
-                p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(p.shape[-2:])))
+                rms = 0.2 * math.sqrt(max(p.shape[-2:]))
+                p.mul_(1 - lr * group["weight_decay"] * has_tokens)
+                p.sub_(lr * rms * has_tokens * update)
         return loss
 
 
