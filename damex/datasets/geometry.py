@@ -83,7 +83,7 @@ def set_image_size(cfg: Mapping[str, Any]) -> list[str]:
                 f"{new}, or leave image_size out."
             )
     for step, key in steps:
-        if step["type"] == "Pad" and np.min(step[key]) >= max(old):
+        if step["type"] == "Pad" and np.min(step[key] or 0) >= max(old):
             step[key] = (max(new), max(new))  # a canvas holds portraits, too
         else:
             step[key] = _in_proportion(step[key], old, new, by_side="scale" in key)

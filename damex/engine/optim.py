@@ -288,7 +288,7 @@ def resolve_fractions(scheduler: Any, *, epochs: int, iters: int) -> Any:
     length = epochs if scheduler.get("by_epoch", True) else iters
     found = dict(scheduler)
     for key in ("begin", "end"):
-        if key in found and 0 < found[key] < 1:
+        if isinstance(found.get(key), float) and 0 < found[key] <= 1:
             # As in moe.upcycling: equal fractions give equal iterations.
             found[key] = math.ceil(found[key] * length)
     if "milestones" in found:

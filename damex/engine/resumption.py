@@ -75,7 +75,7 @@ class CheckpointHook(MMEngineCheckpointHook):
         A run that is killed after it wrote the best checkpoint could not add the score
         to the one to resume from.
         """
-        if not runner._resume:
+        if not _resumes(runner):
             return
         meta = checkpoint["meta"]
         for file in sorted(Path(runner._load_from).parent.glob("best_*.pth")):
@@ -218,9 +218,9 @@ class DataProgressHook(Hook):
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Skip the images seen, if the run is resumed."""
-        loop = runner._train_loop
-        if not (runner._resume and isinstance(loop, BaseLoop)):
+        if not _resumes(runner):
             return
+        loop: Any = runner.train_loop
         meta, batches = checkpoint["meta"], _batches_of(runner)
         progress = meta.get(KEY)
         is_known = progress is not None and batches is not None
@@ -259,7 +259,7 @@ class DataProgressHook(Hook):
                 _reschedule(runner, checkpoint, length=length)
         elif sampler.infinite and type(batches) is BatchSampler:
             sampler.skip_first(self._passes)
-        elif then != now:
+        elif then != now or len(sampler) % batches.batch_size:
             runner.logger.warning(
                 "--resume: which images were seen is known only with train_dataloader."
                 "sampler.infinite=True and train_dataloader.batch_sampler=None; some "
@@ -294,7 +294,7 @@ class AccumulationHook(Hook):
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Take over the gradients if the next step needs them; warn without them."""
         counts = getattr(runner.optim_wrapper, "_accumulative_counts", 1)
-        if not runner._resume or checkpoint["meta"]["iter"] % counts == 0:
+        if not _resumes(runner) or checkpoint["meta"]["iter"] % counts == 0:
             return
         stored = checkpoint.get(GRADIENTS) or {}
         if stored.get("counts") == counts and runner.world_size == 1:
@@ -338,6 +338,11 @@ def _reschedule(runner: Runner, checkpoint: dict, *, length: int) -> None:
     groups = [*saved.get("param_groups", ()), saved.get("base_param_settings")]
     for group, own in zip(groups, runner.optim_wrapper.param_groups, strict=False):
         group.update({one.param_name: own[one.param_name] for one in schedulers})
+
+
+def _resumes(runner: Runner) -> bool:
+    """Whether a training resumes; an evaluation ignores ``resume=True``."""
+    return runner._resume and isinstance(runner._train_loop, BaseLoop)
 
 
 def _batches_of(runner: Runner) -> Any:

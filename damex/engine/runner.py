@@ -345,6 +345,8 @@ class MixtureRunner(Runner):
 
     def _init_model_weights(self) -> None:
         """Draw whole experts, as mmengine broadcasts the first process's weights."""
+        if self._resume:  # all are in the checkpoint, initial ones may be out of reach
+            return
         with whole_experts(self):
             super()._init_model_weights()
 

@@ -149,7 +149,7 @@ class Muon(Optimizer):
             lr, momentum = group["lr"], group["momentum"]
             for p in (p for p in group["params"] if p.grad is not None):
                 state = self.state[p]
-                if not state:
+                if "momentum_buffer" not in state:  # others fill it at the start
                     state["momentum_buffer"] = torch.zeros_like(p.grad)
                 # Else old momentum would move it as far as a gradient, without end.
                 has_tokens = p.grad.flatten(-2).any(-1)[..., None, None].to(p.dtype)

@@ -140,6 +140,8 @@ def test_points_in_time_below_1_are_shares_of_the_training():
     assert found == dict(steps, milestones=[66, 1000], begin=22, end=69)
     several = dict(detector=dict(type="LinearLR", begin=0.5, end=9))
     assert resolve_fractions(several, **size)["detector"]["begin"] == 6
+    ends = [resolve_fractions(dict(steps, end=end), **size)["end"] for end in (1.0, 1)]
+    assert ends == [72, 1]
 
 
 def rates(runner):
@@ -208,7 +210,9 @@ def test_a_checkpoint_of_other_experts_says_so(make_runner, warnings_of_runners)
     make_runner(load_from=path).test()
     plain = f"{trained.work_dir}/weights.pth"  # as check_names advises
     torch.save(trained.model.state_dict(), plain)
-    make_runner(load_from=plain, custom_hooks=[dict(type="EMAHook")]).test()
+    averaged = dict(load_from=plain, custom_hooks=[dict(type="EMAHook")])
+    make_runner(**averaged).test()
+    make_runner(**averaged, resume=True).test()  # as the config of a resumed run says
     assert not any("other experts" in text for text in warnings_of_runners)
     make_runner(load_from=path, moe="vanilla").test()
     (note,) = [text for text in warnings_of_runners if "other experts" in text]
@@ -251,6 +255,8 @@ def test_a_schedule_of_another_length_is_said(
     first.save_checkpoint(first.work_dir, "first.pth", by_epoch=False)
     path = f"{first.work_dir}/first.pth"
     resumed = make_runner(max_epochs=epochs, load_from=path, resume=True)
+    resumed.model.init_weights = pytest.fail  # they may be out of reach by now
+    resumed._init_model_weights()
     _, resumed.param_schedulers = schedule(resumed)
     resumed.load_or_resume()
     assert resumed.param_schedulers[1].end == 12
