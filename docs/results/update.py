@@ -218,11 +218,12 @@ WITH_EXPERTS = {
 }
 
 
+DRIFT = "Muon, experts do not rest"
 MUON = {
     "root": "no experts, AdamW",
     "root_muon": "no experts, Muon",
     "root_best": "`damex_best`, AdamW",
-    "root_best_muon": "`damex_best`, Muon",
+    "root_best_muon_drift": f"`damex_best`, {DRIFT}",
 }
 
 
@@ -257,9 +258,22 @@ def variants(
     return markdown([*header, "pooled AP"], lines)
 
 
+LONGER_MUON = {
+    "longer_best": "`damex_best`, AdamW",
+    "longer_best_muon": "`damex_best`, Muon",
+    "longer_best_muon_drift": f"`damex_best`, {DRIFT}",
+}
+
+
 def with_muon() -> Arms:
     """Arms with ``image_balance=0.5``, trained by AdamW and in part by Muon."""
     return {**arms_of("balanced"), **arms_of("muon")}
+
+
+def muon(labels: Mapping[str, str]) -> str:
+    """Arms trained by Muon, each with the one trained by AdamW."""
+    base = "AdamW", lambda name: name.partition("_muon")[0]
+    return variants(with_muon(), labels, *base)
 
 
 def tiles_by_size() -> str:
@@ -553,6 +567,7 @@ def questions() -> str:
     written, twice = f"longer_completed_and_{found}", f"{halves}#twice-as-long"
     sketches = "halves of diagrams"
     both = "Windows, `image_balance=0.5` and experts"
+    again = "The same, 1,200 iterations,"
     rows = [
         ("One detector or seven, equal compute?", seven, own, "single", real),
         ("The same, 1,200 iterations?", seven, own, "longer_single", real),
@@ -563,6 +578,7 @@ def questions() -> str:
         ("Windows for three datasets of small objects?", seven, tiles, "tile", windows),
         ("`image_balance=0.5`?", seven, balanced(*WHOLE), "root", alike),
         ("Muon for attention and FFNs?", seven, with_muon(), "root_muon", muons),
+        (f"{again} with experts?", seven, with_muon(), "longer_best_muon", muons),
         (f"{both}, 4,200 iterations?", seven, own, "template_full", full),
         ("That, or a detector per dataset?", seven, own, "template_single_full", full),
         ("That, or without experts?", seven, own, "template_dense_full", full),
@@ -578,6 +594,7 @@ def questions() -> str:
         ("Names that agree?", eight, agree, best, why),
     ]
     bases = {found: "negatives", written: "longer_negatives", "root_muon": "root"}
+    bases["longer_best_muon"] = "longer_best"
     bases |= dict.fromkeys(("all_weights", "new_parts"), "together")
     longest = ("template_single_full", "template_dense_full")
     bases |= dict.fromkeys(longest, "template_full")
@@ -612,8 +629,11 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "balanced-experts-by-dataset": lambda: by_dataset(balanced(*EXPERTS), WITH_EXPERTS),
     "balanced-by-dataset": lambda: by_dataset(balanced(*WHOLE), BALANCED),
-    "muon": lambda: variants(
-        with_muon(), MUON, "AdamW", lambda name: name.removesuffix("_muon")
+    "muon": lambda: muon(MUON),
+    "muon-longer": lambda: muon(LONGER_MUON),
+    "muon-longer-by-dataset": lambda: by_dataset(with_muon(), LONGER_MUON),
+    "muon-longer-ap50": lambda: by_dataset(
+        with_muon(), LONGER_MUON, score="datasets_ap50"
     ),
     "muon-by-dataset": lambda: by_dataset(with_muon(), MUON),
     "tiles-by-dataset": lambda: by_dataset(arms_of("tiles"), TILES),
