@@ -42,8 +42,8 @@ class MixtureSampler(Sampler[SeededIndex]):
         samples_per_epoch: Samples of one epoch over all processes; by default the
             number of images in the mixture.
         shuffle: False keeps the order of files (datasets still follow the weights).
-        infinite: Iterate over epochs without end; set it for IterBasedTrainLoop, which
-            then resumes exactly for any batch size.
+        infinite: Iterate over epochs without end, for IterBasedTrainLoop: no batch is
+            smaller than the others.
         sampling: The weight of a dataset of n images: ``explicit``, from its mixture
             entry; ``proportional``, n; ``sqrt``, its root; ``uniform``, 1; or
             ``temperature``, n to the power of 1 / ``temperature`` (Arivazhagan et al.
@@ -219,19 +219,26 @@ class MixtureSampler(Sampler[SeededIndex]):
         samples = [SeededIndex(order[place], place) for place in row]
         return type(like)(_Row(self.dataset, samples), batch_size, like.drop_last)
 
-    def skip_first(self, passes: Sequence[Sequence[int]]) -> None:
-        """Leave out what the passes of an endless run have seen.
+    def skip_first(
+        self, passes: Sequence[Sequence[int]], *, drop_last: bool = False
+    ) -> None:
+        """Leave out what the passes of a training by iterations have seen.
 
-        They are those of :meth:`skip_seen`; each pads epochs to its own processes.
+        They are those of :meth:`skip_seen`; each pads epochs to its own processes. If
+        the sampler is not endless, epochs end in a smaller batch, or without it.
         """
         epoch = first = 0
+        whole = math.floor if drop_last else math.ceil
         for world_size, batch_size, used in passes:
-            read = batch_size * used  # by each process
-            group = world_size * self._unit
-            while read >= self._unit * math.ceil((self.total - first) / group):
-                read -= self._unit * math.ceil((self.total - first) / group)
-                epoch, first = epoch + 1, 0
-            first += read * world_size
+            left = batch_size * used  # samples that each process has read
+            part = 1 if self.infinite else batch_size
+            while True:
+                units = math.ceil((self.total - first) / world_size / self._unit)
+                length = part * whole(units * self._unit / part)
+                if left < length:
+                    break
+                left, epoch, first = left - length, epoch + 1, 0
+            first += left * world_size
         self._first_epoch = epoch
         rest = list(range(first, self.total))
         row = self._share_out([rest], self.world_size, set())[self.rank]

@@ -257,13 +257,12 @@ class DataProgressHook(Hook):
             meta["iter"] = (meta["epoch"] + 1) * length - left
             if then != now:
                 _reschedule(runner, checkpoint, length=length)
-        elif sampler.infinite and type(batches) is BatchSampler:
-            sampler.skip_first(self._passes)
-        elif then != now or len(sampler) % batches.batch_size:
+        elif type(batches) is BatchSampler:
+            sampler.skip_first(self._passes, drop_last=batches.drop_last)
+        elif then != now:
             runner.logger.warning(
                 "--resume: which images were seen is known only with train_dataloader."
-                "sampler.infinite=True and train_dataloader.batch_sampler=None; some "
-                "are left out or seen again."
+                "batch_sampler=None; some are left out or seen again."
             )
 
 

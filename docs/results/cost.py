@@ -1,8 +1,8 @@
 """Print the time per image and the size of detectors: ``cost.py FILE [FILE ...]``.
 
 A file is a checkpoint, or the ``.onnx`` file of ``damex export``. A checkpoint with
-``@320`` looks through windows of 320 pixels. All take turns, an
-image at a time, on one thread; decoding of images is excluded.
+``@320`` looks through windows of 320 pixels. All take turns, an image at a time, on one
+thread; decoding of images is excluded.
 """
 
 import statistics

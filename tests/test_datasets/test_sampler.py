@@ -410,6 +410,33 @@ def test_a_longer_epoch_of_more_processes_stays_in_a_resumed_run(monkeypatch):
     assert other.sampler.total == 19
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("used", range(9))
+def test_a_run_by_iterations_goes_on_after_smaller_batches(
+    monkeypatch, used, world_size, drop_last
+):
+    """Epochs of 11 samples in batches of 4 or, by 3 processes, of 4 in batches of 3."""
+    size = 4 if world_size == 1 else 3
+
+    def batches(skipped):
+        found = []
+        for sampler in ranks(monkeypatch, world_size, samples_per_epoch=11):
+            if skipped:
+                passes = [(world_size, size, skipped)]
+                sampler.skip_first(passes, drop_last=drop_last)
+                sampler.skip(1)  # what mmengine asks for, of another number
+            maker, epochs = BatchSampler(sampler, size, drop_last), []
+            for epoch in range(12):  # counted from 0 in a resumed run, too
+                sampler.set_epoch(epoch)
+                epochs += [[(int(i), i.seed) for i in batch] for batch in maker]
+            found.append(epochs)
+        return found
+
+    for whole, resumed in zip(batches(0), batches(used), strict=True):
+        assert resumed[: len(whole) - used] == whole[used:]
+
+
 @pytest.mark.parametrize(
     ("passes", "epoch", "first", "after"),
     [

@@ -41,6 +41,9 @@ TRAININGS = {
     "by iteration": "train_cfg = dict(_delete_=True, type='IterBasedTrainLoop', "
     "max_iters=8, val_interval=3)\n"
     "train_dataloader['sampler'] = dict(type='MixtureSampler', infinite=True)",
+    "by iteration, in epochs": "train_cfg = dict(_delete_=True, "
+    "type='IterBasedTrainLoop', max_iters=8, val_interval=3)\n"
+    "train_dataloader['sampler'] = dict(type='MixtureSampler', samples_per_epoch=5)",
 }
 
 
