@@ -99,7 +99,12 @@ def load_moments(
 
 
 def check_resumable(
-    checkpoint: Mapping[str, Any], optim_wrapper: Any, *, has_schedules: bool, path: str
+    checkpoint: Mapping[str, Any],
+    model: nn.Module,
+    optim_wrapper: Any,
+    *,
+    has_schedules: bool,
+    path: str,
 ) -> None:
     """Check that a training can continue from a checkpoint as if it had not stopped.
 
@@ -107,7 +112,8 @@ def check_resumable(
 
     Raises:
         ConfigError: If the checkpoint has no progress, optimizer or, unless the config
-            has none either, learning rate schedules, or another kind of optimizer.
+            has none either, learning rate schedules, or another kind of optimizer or
+            order of its parameters.
     """
     start = "or start a new training from it with load_from=CHECKPOINT."
     if not {"epoch", "iter"} <= (checkpoint.get("meta") or {}).keys():
@@ -139,6 +145,8 @@ def check_resumable(
             f"{sum(sizes[1])} parameters in {len(saved)} groups, not {sum(sizes[0])} "
             f"in {len(groups)}"
         )
+    elif checkpoint["meta"].get(NAMES) not in (None, parameter_names(model, optimizer)):
+        problem = "its parameters in another order"
     if problem:
         raise ConfigError(
             f"--resume: optim_wrapper.optimizer is {kind}, and {path} was trained with "

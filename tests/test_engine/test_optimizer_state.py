@@ -288,6 +288,10 @@ def in_groups(model):
     return torch.optim.AdamW([dict(params=[p]) for p in model.parameters()], **ADAMW)
 
 
+def in_another_order(model):
+    return torch.optim.AdamW(reversed([*model.parameters()]), **ADAMW)
+
+
 def fewer(model):
     return torch.optim.AdamW([*model.parameters()][1:], **ADAMW)
 
@@ -298,31 +302,37 @@ def fewer(model):
         (sgd, "optimizer is SGD, and a.pth was trained with another kind, whose"),
         (in_groups, "trained with 2 parameters in 1 groups, not 2 in 2;"),
         (fewer, "trained with 2 parameters in 1 groups, not 1 in 1;"),
+        (in_another_order, "trained with its parameters in another order;"),
     ],
 )
 def test_another_optimizer_is_not_resumed(optimizer, words):
     model = torch.nn.Linear(2, 1)
-    saved = dict(optimizer=adamw(model).state_dict(), meta=dict(epoch=1, iter=3))
-    check = partial(check_resumable, has_schedules=False)
-    check(saved, OptimWrapper(adamw(model)), path="a.pth")
+    meta = dict(epoch=1, iter=3, optimizer_names=["weight", "bias"])
+    saved = dict(optimizer=adamw(model).state_dict(), meta=meta)
+    check = partial(check_resumable, model=model, has_schedules=False)
+    check(saved, optim_wrapper=OptimWrapper(adamw(model)), path="a.pth")
     with pytest.raises(ConfigError, match=words):
-        check(saved, OptimWrapper(optimizer(model)), path="a.pth")
+        check(saved, optim_wrapper=OptimWrapper(optimizer(model)), path="a.pth")
     (group,) = saved["optimizer"]["param_groups"]
     for name in ("decoupled_weight_decay", "fused", "foreach"):  # as of an older torch
         group.pop(name, None)
     group["initial_lr"] = 1e-3
-    check(saved, OptimWrapper(adamw(model)), path="a.pth")
+    check(saved, optim_wrapper=OptimWrapper(adamw(model)), path="a.pth")
     bare = {key: value for key, value in saved.items() if key != "optimizer"}
     for content, missing in ((saved, "param_schedulers"), (bare, "optimizer and no p")):
         with pytest.raises(ConfigError, match=f"a.pth holds no {missing}"):
             check_resumable(
-                content, OptimWrapper(adamw(model)), path="a.pth", has_schedules=True
+                content,
+                model,
+                OptimWrapper(adamw(model)),
+                path="a.pth",
+                has_schedules=True,
             )
     several = OptimWrapperDict(a=OptimWrapper(adamw(model)))
-    check(saved, several, path="a.pth")
+    check(saved, optim_wrapper=several, path="a.pth")
     del saved["meta"]["epoch"]
     with pytest.raises(ConfigError, match="does not contain the progress"):
-        check(saved, OptimWrapper(adamw(model)), path="a.pth")
+        check(saved, optim_wrapper=OptimWrapper(adamw(model)), path="a.pth")
 
 
 def test_parameters_outside_of_the_model_are_refused_before_the_first_step(make_runner):
