@@ -13,7 +13,10 @@ _base_ = [
 ]
 # Twice the LR of adamw_pretrained.py and twice the classification loss weight of DINO,
 # for short trainings. Chosen before docs/results/padding.md, and not compared since.
-optim_wrapper = dict(optimizer=dict(lr=0.0016))
+# Muon trains attention and FFNs: docs/results/seven-datasets.md.
+optim_wrapper = dict(
+    constructor="MuonOptimWrapperConstructor", optimizer=dict(lr=0.0016)
+)
 model = dict(
     # Gives images with few objects more weight. Chosen in
     # docs/results/seven-datasets.md, "Images that weigh alike".

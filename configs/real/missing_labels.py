@@ -5,7 +5,9 @@
 #       --classes lane participant subProcess task
 #   python -m studies.completing data/halves --seeds 1 2 3 4 5
 _base_ = ["../own_datasets.py"]
-model = dict(image_balance=0.0)  # the published runs are older than the template's 0.5
+# The published runs are older than the template's image_balance=0.5 and Muon.
+model = dict(image_balance=0.0)
+optim_wrapper = dict(constructor="DefaultOptimWrapperConstructor")
 work_dir = "work_dirs/missing_labels"
 mixture = [
     dict(name=name, root=f"data/halves/{name}", weight=1.0)

@@ -146,7 +146,7 @@ def by_dataset(
 
 
 DETECTORS = {
-    "DINO, `tiny` with `image_balance=0`": ("one_or_seven", "DINO"),
+    "DINO, `tiny` with `image_balance=0` and AdamW": ("one_or_seven", "DINO"),
     "RT-DETRv2, `rtdetr-v2-tiny`": ("rt_detr_v2", "RT-DETRv2"),
 }
 

@@ -15,6 +15,7 @@ from damex.moe import (
     decay_to_mean,
     expert_parameters,
 )
+from damex.moe.optim import _computes_bfloat16
 from tests.test_moe.layers import make_layer
 
 
@@ -223,3 +224,16 @@ def test_all_experts_become_copies_of_one_with_its_moments(chained):
         for old, new in zip(before[name], after, strict=True):
             assert torch.equal(new, old[1:2].expand_as(old)), name
         assert state[p]["step"] == 1
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_muon_uses_bfloat16_only_where_it_is_not_emulated(native, monkeypatch):
+    """Older GPUs than Ampere emulate it; of other accelerators little is known."""
+    asked = []
+    monkeypatch.setattr(
+        "torch.cuda.is_bf16_supported",
+        lambda emulated: asked.append(emulated) or native,
+    )
+    assert _computes_bfloat16("cuda") == native
+    assert asked == [False]
+    assert not _computes_bfloat16("mps")
