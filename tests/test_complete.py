@@ -374,6 +374,12 @@ def test_a_completed_dataset_is_no_reference_for_predicted_classes(folders, tmp_
     document = json.loads((tmp_path / "twice" / "cats" / "train.json").read_text())
     flags = {one["name"]: one.get("predicted", False) for one in document["categories"]}
     assert flags == dict(cat=False, dog=True, bird=True)
+    first = json.loads((tmp_path / "done" / "cats" / "train.json").read_text())
+    dogs = {(row.get("score"), row.get("predicted")) for row in first["annotations"]}
+    found = document["annotations"]
+    kept = [row for row in found if row["category_id"] != 3]
+    assert {(row.get("score"), row.get("predicted")) for row in kept} == dogs
+    assert len(dogs) == 2  # those of people have neither
 
 
 def test_classes_compete_for_an_object_with_those_without_a_threshold(

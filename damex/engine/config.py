@@ -241,19 +241,25 @@ def _is_positive(value: Any) -> bool:
 
 def check_answers(model: Mapping[str, Any]) -> None:
     """Raise ConfigError if ``max_per_img`` is too high for a detector's queries."""
-    queries, heads = model.get("num_queries"), [*heads_of(model, "model")]
-    asked = (model.get("test_cfg") or {}).get("max_per_img")
-    head = heads[-1][1] if heads else {}
-    loss = head.get("loss_cls")
-    if queries is None or asked is None or loss is None:
-        return
-    classes = head.get("num_classes") if loss.get("use_sigmoid") else 1
-    if classes is not None and asked > queries * classes:
+    asked, most = (model.get("test_cfg") or {}).get("max_per_img"), most_answers(model)
+    if asked is not None and most is not None and asked > most:
         raise ConfigError(
-            f"model.num_queries={queries} can make {queries * classes} detections per "
+            f"model.num_queries={model['num_queries']} can make {most} detections per "
             f"image, but model.test_cfg.max_per_img={asked} asks for more; raise "
-            f"num_queries, or set model.test_cfg.max_per_img={queries * classes}."
+            f"num_queries, or set model.test_cfg.max_per_img={most}."
         )
+
+
+def most_answers(model: Mapping[str, Any], classes: int | None = None) -> int | None:
+    """Detections per image that ``max_per_img`` can ask for; None if unknown."""
+    queries, heads = model.get("num_queries"), [*heads_of(model, "model")]
+    head = heads[-1][1] if heads else {}
+    classes = classes or head.get("num_classes")
+    if (loss := head.get("loss_cls")) is None or queries is None:
+        return None
+    if not loss.get("use_sigmoid"):  # one detection per query, not per class, too
+        return queries
+    return None if classes is None else queries * classes
 
 
 def check_detector(model: Any) -> Any:

@@ -234,6 +234,12 @@ class MixtureVisualizationHook(DetVisualizationHook):
                     f"{runner.world_size} processes are drawn; draw in one process."
                 )
 
+    def after_val_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any, outputs: Sequence[Any]
+    ) -> None:
+        """Draw the first image of a batch, or its window at its place."""
+        super().after_val_iter(runner, batch_idx, data_batch, [joined(outputs[:1])])
+
     def after_test_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any, outputs: Sequence[Any]
     ) -> None:

@@ -99,13 +99,16 @@ class Inputs:
     def __init__(self, pipeline: Sequence[Mapping[str, Any]]) -> None:
         load, *rest = pipeline
         self._load, self._prepare = Compose([load]), Compose(rest)
+        self._is_gray = str(load.get("color_type")).startswith("grayscale")
+        self._is_float = bool(load.get("to_float32"))
         self._is_depth_said = False
 
     def each(self, image: Picture) -> Iterator[dict[str, Any]]:
         """Preprocess an image, or all frames of a video."""
         if isinstance(image, str | os.PathLike) and is_video(Path(image)):
             for number, bgr in enumerate(frames_of(Path(image))):
-                yield self._prepared(_loaded(bgr, path=str(image), number=number))
+                pixels = self._as_of_files(bgr)
+                yield self._prepared(_loaded(pixels, path=str(image), number=number))
         else:
             yield self(image)
 
@@ -117,7 +120,7 @@ class Inputs:
         """
         if not isinstance(image, str | os.PathLike):
             rgb, levels = _checked(image)
-            bgr = np.ascontiguousarray(rgb[..., ::-1])
+            bgr = self._as_of_files(np.ascontiguousarray(rgb[..., ::-1]))
             array = _loaded(bgr, path=None, number=0)
             return self._prepared(array | dict(levels=levels))
         loaded, problem = None, problem_of(Path(image))
@@ -147,6 +150,11 @@ class Inputs:
                 {**meta, "window": window, "ori_shape": (height, width)}
             )
             yield packed
+
+    def _as_of_files(self, bgr: np.ndarray) -> np.ndarray:
+        """Pixels as the first step loads them: gray or as floats, if it does so."""
+        pixels = cv2.cvtColor(bgr, cv2.COLOR_BGR2GRAY) if self._is_gray else bgr
+        return pixels.astype(np.float32) if self._is_float else pixels
 
     def _prepared(self, loaded: dict[str, Any]) -> dict[str, Any]:
         if (levels := loaded.pop("levels", None)) is not None:

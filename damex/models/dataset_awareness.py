@@ -119,6 +119,7 @@ class DatasetAwareness(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
+        self.is_told = False  # whether the dataset is given, at inference
         masks = annotated_classes(**coverage, num_classes=num_classes)
         for name, mask in zip(("annotated_SC", "annotated_GC"), masks, strict=True):
             # Derived from the config, so not in checkpoints.
@@ -182,7 +183,7 @@ class DatasetAwareness(nn.Module):
         if self.head is not None:
             self._group_logits_BG = self.head(memory_BND, padding_BN)
         prior = self.config.label_prior
-        if prior is not None and not self.training:
+        if prior is not None and not self.training and not self.is_told:
             self._log_prior_BC = self._log_prior(prior, records)
 
     def _log_prior(

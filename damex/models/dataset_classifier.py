@@ -199,9 +199,9 @@ def condition_on_dataset(detector: Any, labels: Sequence[int]) -> Iterator[None]
     """Restrict a detector in evaluation to a given dataset's classes and experts.
 
     Classes other than ``labels`` are masked wherever class scores are computed, in the
-    selection of queries, too; a background after them is kept. If the gates support it,
-    the samples' ``group_id`` chooses the experts instead of the router. Other forward
-    passes have to wait meanwhile.
+    selection of queries, too; a background after them is kept. A ``label_prior`` is
+    off. If the gates support it, the samples' ``group_id`` chooses the experts instead
+    of the router. Other forward passes have to wait meanwhile.
     """
     head = detector.bbox_head
     # Branches that select queries by class 0, any object, may be those of all layers.
@@ -214,7 +214,10 @@ def condition_on_dataset(detector: Any, labels: Sequence[int]) -> Iterator[None]
         index = foreign.nonzero().flatten().to(scores.device)
         return scores.index_fill(-1, index, -torch.inf)
 
-    with class_scores(modules, mask), ExitStack() as stack:
+    with class_scores(modules, mask), ExitStack() as prior, ExitStack() as stack:
+        if detector.awareness is not None:  # its prior is of a predicted dataset
+            detector.awareness.is_told = True
+            prior.callback(setattr, detector.awareness, "is_told", False)
         try:
             for layer in (block.moe for block in moe_blocks(detector)):
                 choice = layer.group_choice

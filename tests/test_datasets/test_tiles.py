@@ -336,6 +336,11 @@ def test_windows_are_drawn_as_one_image(monkeypatch, tmp_path):
     ]
     lefts = [one.pred_instances.bboxes[:, 0].tolist() for _, one in drawn]
     assert lefts == [[10.0, 18.0], [10.0], [18.0], [18.0], [18.0]]
+    monkeypatch.setattr(  # in a training, the first of a batch
+        DetVisualizationHook, "after_val_iter", lambda hook, *call: drawn.append(call)
+    )
+    hook.after_val_iter(None, 0, None, samples[3:])
+    assert drawn[-1][-1][0].pred_instances.bboxes[:, 0].tolist() == [18.0]
 
 
 def test_training_shows_random_windows_and_counts_images(two_datasets):

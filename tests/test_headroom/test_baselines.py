@@ -132,6 +132,16 @@ def test_single_runs_know_their_own_classes_alone(config, joint):
         assert drawn(other.config) == drawn(one.config)
 
 
+def test_a_single_of_few_classes_has_the_detections_that_it_can_have(joint):
+    options = {"model.num_queries": 2, "model.test_cfg.max_per_img": 8}
+    options["mixture.1.classes"] = ["person"]
+    found = joint(**options)
+    dense, street, park = baselines_of(found, ["dense", "single"])
+    asked = [one.config.model.test_cfg.max_per_img for one in (dense, street, park)]
+    assert asked == [8, 6, 2]
+    resolve_config(park.config)  # which refuses more
+
+
 def test_full_singles_are_as_long_as_the_joint_training(joint):
     found = joint()
     dense, street, park = baselines_of(found, ["dense", "single_full"])
@@ -158,6 +168,10 @@ def test_training_by_iterations_is_shortened_with_its_schedule(joint):
     warm_up, decay = street.config.param_scheduler
     assert (warm_up.begin, warm_up.end) == (0, round(50 * 5 / 8))
     assert decay == dense.config.param_scheduler[1]  # as long as the training
+    found.config.param_scheduler[1].update(begin=0.5, end=1.0)  # fractions of it
+    street, *_ = baselines_of(found, ["single"])
+    decay = street.config.param_scheduler[1]
+    assert (decay.begin, decay.end, type(decay.end)) == (0.5, 1.0, float)
     assert dense.config.param_scheduler[0].end == 50
 
 

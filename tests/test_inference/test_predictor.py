@@ -218,6 +218,28 @@ def test_depth_is_said_once(photos, monkeypatch):
     assert "6 to 6137" in text  # percentiles 0.1 and 99.9 of 0 to 6143
 
 
+@pytest.mark.parametrize(
+    ("option", "shape", "kind"),
+    [
+        (dict(), (64, 96, 3), np.uint8),
+        (dict(color_type="grayscale"), (64, 96), np.uint8),
+        (dict(to_float32=True), (64, 96, 3), np.float32),
+    ],
+)
+def test_arrays_and_frames_are_loaded_like_files(photos, clip, option, shape, kind):
+    inputs = media.Inputs([dict(type="LoadImageFromFile", **option)])
+    with Image.open(photos / "a.png") as image:
+        image = image.convert("RGB")
+    image.save(photos / "rgb.png")
+    sources = [photos / "rgb.png", image, np.asarray(image)]
+    file, *others = (inputs(source)["pixels"] for source in sources)
+    frame = next(inputs.each(clip))["pixels"]
+    for found in (file, *others, frame):
+        assert (found.shape, found.dtype) == (shape, kind)
+    for found in others:
+        np.testing.assert_array_equal(found, file)
+
+
 def test_broken_images_are_left_out_or_raise(predictor, photos):
     (photos / "text.png").write_text("not an image")
     cut = photos / "b.jpg"

@@ -10,6 +10,7 @@ import torch
 
 from damex.errors import ConfigError
 from damex.models import dataset_awareness
+from damex.models.dataset_classifier import condition_on_dataset
 from tests.test_models.test_detectors import assert_same
 
 # Three datasets and four classes: 1 is annotated by two datasets, the others by one.
@@ -206,6 +207,25 @@ def test_a_sure_posterior_leaves_the_classes_of_its_dataset_alone(
         assert (ours.scores[~own] == 0).all()
         own_theirs = (theirs.labels == 1) | (theirs.labels == 2)
         assert_same([ours[own]], [theirs[own_theirs]])
+
+
+def test_a_given_dataset_needs_no_prior_of_a_predicted_one(
+    build_aware, build, annotated_batch, run_predict
+):
+    """Else classes of a dataset that is named would count for nothing."""
+    batch = annotated_batch([0, 2])
+    aware, plain = build_aware(moe=None, label_prior=dict(floor=0.0)), build(moe=None)
+    set_posterior(aware, [0.0, 0.0, 1.0])  # without the classes 1 and 2
+    found = {}
+    for detector in (aware, plain):
+        with condition_on_dataset(detector, [1, 2]):
+            found[detector] = [
+                one.pred_instances for one in run_predict(detector, batch)
+            ]
+    assert_same(found[aware], found[plain])
+    assert all((one.scores > 0).all() for one in found[aware])
+    last, *_ = (one.pred_instances for one in run_predict(aware, batch))
+    assert (last.scores[(last.labels == 1) | (last.labels == 2)] == 0).all()
 
 
 def test_detections_of_the_images_own_dataset_have_the_prior_too(

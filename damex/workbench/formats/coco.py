@@ -175,7 +175,11 @@ def _box(
         summary.note("boxes marked iscrowd: kept as crowd", where)
     area = record.get("area", 0)
     stated = float(area) if is_number(area) and 0 < area < math.inf else None
-    return Box((x, y, x + w, y + h), names[record["category_id"]], place, crowd, stated)
+    name, score = names[record["category_id"]], record.get("score")
+    found = None
+    if flag_of(record.get("predicted")) and isinstance(score, float | int):
+        found = float(score)
+    return Box((x, y, x + w, y + h), name, place, crowd, stated, found)
 
 
 def _hint(key: Any, listed: Iterable[Any]) -> str:

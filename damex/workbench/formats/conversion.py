@@ -46,7 +46,7 @@ from damex.workbench.formats.yolo import YOLO
 
 FORMATS = (COCO, VOC, YOLO, KITTI, DOTA, WIDER_FACE, CSV, KITTI_DETECTIONS)
 # Part of the names of conversions: a new version repeats all of them.
-CONVERTER_VERSION = 4
+CONVERTER_VERSION = 5
 _SUMMARY_FILE = "summary.json"
 _DIGITS = 6  # decimals of a pixel
 # Of formats that are not read, and named in messages.
@@ -290,6 +290,7 @@ def coco_document(
             counts[box.label] += 1
             x1, y1, x2, y2 = box.corners
             sides = [round(value, _DIGITS) for value in (x1, y1, x2 - x1, y2 - y1)]
+            found = dict(score=box.score, predicted=True)  # as damex data complete does
             annotations.append(
                 dict(
                     id=len(annotations) + 1,
@@ -299,6 +300,7 @@ def coco_document(
                     area=sides[2] * sides[3] if box.area is None else box.area,
                     iscrowd=int(box.crowd),
                     place=box.place,
+                    **({} if box.score is None else found),
                 )
             )
     summary.splits[split] = SplitSummary(len(images), len(images) - filled, counts)

@@ -33,6 +33,7 @@ class Box(NamedTuple):
     place: int | str  # origin: a line number, or words such as "object 2"
     crowd: bool = False  # ignored in evaluation: COCO's iscrowd, VOC's difficult
     area: float | None = None  # as stated, in square pixels; None for that of the box
+    score: float | None = None  # of the detector that wrote the label, if one did
 
 
 @dataclass

@@ -18,7 +18,7 @@ import damex.registry  # noqa: F401
 from damex.config_files import MOE, mixtures_of, read_part
 from damex.datasets.label_space import LabelFile, read_label_space
 from damex.datasets.spec import parse_mixture
-from damex.engine.config import DATASET_OPTIONS, resolve_config
+from damex.engine.config import DATASET_OPTIONS, most_answers, resolve_config
 from damex.engine.console import filter_console
 from damex.engine.optim import set_length
 from damex.errors import ConfigError
@@ -41,6 +41,7 @@ class JointTraining:
     config: Config  # the dense detector, its length in ``train_cfg``
     samples_per_epoch: int  # over all datasets
     shares: Mapping[str, float]  # fraction of each dataset in them; sums to 1
+    classes: Mapping[str, int]  # number in each dataset
 
 
 @dataclass(frozen=True)
@@ -69,9 +70,11 @@ def read_joint(cfg: Config) -> JointTraining:
     loader = resolve_config(dense)["train_dataloader"]
     default = dict(dataset=DATASETS.build(loader["dataset"]), seed=0)
     sampler = DATA_SAMPLERS.build(loader["sampler"], default_args=default)
-    names = [spec.name for spec in sampler.dataset.specs]
-    shares = dict(zip(names, map(float, sampler.shares), strict=True))
-    return JointTraining(dense, sampler.total, shares)
+    space = sampler.dataset.label_space
+    shares = dict(zip(space.dataset_names, map(float, sampler.shares), strict=True))
+    labels = zip(space.dataset_names, space.coverage()["labels"], strict=True)
+    classes = {name: len(own) for name, own in labels}
+    return JointTraining(dense, sampler.total, shares, classes)
 
 
 def baselines_of(joint: JointTraining, names: Sequence[str]) -> list[Training]:
@@ -206,6 +209,10 @@ def _singles(joint: JointTraining, name: str) -> list[Training]:
         samples = max(1, round(share * joint.samples_per_epoch))
         cfg = copy.deepcopy(joint.config)
         _reduce_data(cfg, dataset)
+        most = most_answers(cfg["model"], joint.classes[dataset])
+        test = cfg["model"].get("test_cfg") or {}
+        if most is not None and test.get("max_per_img", 0) > most:
+            test["max_per_img"] = most
         cfg["train_dataloader"]["sampler"]["samples_per_epoch"] = samples
         train = cfg["train_cfg"]
         if "max_iters" in train:
@@ -254,10 +261,11 @@ def _scaled_spans(schedulers: Any, share: float) -> Any:
 
 
 def _scaled(length: Any, share: float) -> Any:
-    """Scale a length, or a list of them; fractions of the training, below 1, stay."""
+    """Scale a length, or a list of them; 0 and fractions of the training stay."""
     if isinstance(length, (list, tuple)):
         return [_scaled(one, share) for one in length]
-    return length if length < 1 else max(1, round(length * share))
+    is_fraction = isinstance(length, float) and length <= 1
+    return length if is_fraction or not length else max(1, round(length * share))
 
 
 def _images(cfg: Config, joint_samples: int) -> int:
