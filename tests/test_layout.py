@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 19_104), "workbench": (51, 12_686), "tests": (148, 32_836)}
+LIMITS = {"core": (77, 19_111), "workbench": (51, 12_703), "tests": (148, 32_884)}
 LIMITS |= {"hf": (6, 1_229), "tests/test_hf": (6, 1_549)}
 
 

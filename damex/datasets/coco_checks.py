@@ -6,6 +6,7 @@ masks over the columns of `Records`: M images, N annotations.
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -228,9 +229,9 @@ def _check_boxes(records: Records, expected: Expectations) -> Iterator[Finding]:
             name, tile = records.location.dataset, advice.tile
             text = (
                 f"{advice.reason}. tile={tile} in the mixture entry (damex train "
-                f"--tile {name}={tile}) shows windows of {tile} px, in which objects "
-                f"look larger; an image is then {advice.views} views in evaluation and "
-                "prediction."
+                f"--tile {shlex.quote(f'{name}={tile}')}) shows windows of {tile} px, "
+                f"in which objects look larger; an image is then {advice.views} views "
+                "in evaluation and prediction."
             )
             yield records.location.finding(
                 "boxes-small", None, text, count=advice.small

@@ -195,7 +195,8 @@ class DatasetSpec:
         if source is None:
             raise ConfigError(
                 f"dataset {self.name!r}: {self.root} has no images for {split!r}; name "
-                f"some with {split}='<split, folder or list>', or give val_share=0.2."
+                f"some with {split}='<split, folder or list>'"
+                + (", or give val_share=0.2." if split == "val" else ".")
                 if self.root is not None
                 else f"dataset {self.name!r} has no {split!r} entry; add "
                 f"{split}='<annotation file>' (COCO format, relative to data_root) or "

@@ -307,6 +307,11 @@ class MixtureRunner(Runner):
             self.folder.iterations[Path(self._load_from).name] = self.iter
         elif not self.evaluates and self.rank == 0:  # else --resume takes a run before
             Path(self.work_dir, "last_checkpoint").unlink(missing_ok=True)
+            if older := sorted(Path(self.work_dir).glob("best_*.pth")):
+                self.logger.warning(
+                    f"{older[-1]} is of an earlier training, and stays: the summary "
+                    "names the best checkpoint of this one."
+                )
         self.has_begun = True
         self.dump_config()
         if intervals(self.param_schedulers) != planned:

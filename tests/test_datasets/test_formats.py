@@ -415,11 +415,45 @@ def test_folders_split_the_images_of_one_file(folder, read):
     assert sides(found) == {"train": {"0.png", "2.png"}, "test": {"1.png"}}
 
 
-def test_folders_of_classes_named_like_splits_are_no_splits(folder, read):
-    names = ["car/0.png", "train/1.png", "bus/2.png", "test/3.png"]
-    rows = "".join(f"{name},1,2,9,9,x\n" for name in names)
-    found = read(folder(names, {"x.csv": rows}), val_share=0.0)
-    assert sides(found) == {"train": {"0.png", "1.png", "2.png", "3.png"}}
+def write_flat_voc(images):
+    """All XML files in one folder."""
+    return {f"Annotations/{Path(k).name}": v for k, v in write_voc(images).items()}
+
+
+@pytest.mark.parametrize(
+    "write", [write_csv, write_coco, write_voc, write_flat_voc, write_yolo]
+)
+@pytest.mark.parametrize(
+    ("names", "splits"),
+    [
+        ("images/0 test/1", dict(train="0", test="1")),
+        ("flight_a/0 flight_b/1 flight_test/2", dict(train="01", test="2")),
+        ("val/0 val/1", dict(val="01")),  # all are evaluated
+        ("val/0 test/1", dict(val="0", test="1")),
+        ("train/0 valid/1 more/2", dict(train="0", val="1")),
+        # Folders of classes.
+        ("car/0 train/1 bus/2", dict(train="012")),
+        ("car/0 train/1 bus/2 test/3", dict(train="0123")),
+    ],
+)
+def test_folders_named_like_splits_split_images_of_all_formats(
+    folder, read, write, names, splits
+):
+    boxes = [("ant", (1, 2, 9, 8))]
+    images = {f"{name}.png": ((40, 20), boxes) for name in names.split()}
+    options = {} if "val" in splits else dict(val_share=0.0)
+    found = read(folder([*images], write(images)), **options)
+    expected = {key: {f"{one}.png" for one in own} for key, own in splits.items()}
+    assert sides(found) == expected
+
+
+def test_a_file_named_train_with_images_of_test_is_noted(folder, read):
+    files = {"train.csv": write_csv({"test/a.png": ((40, 20), [])})["boxes.csv"]}
+    files["train.csv"] += "9,8,images/b.png,ant,1,2\n"
+    found = read(folder("test/a.png images/b.png", files), val_share=0.0)
+    assert sides(found) == {"train": {"a.png", "b.png"}}
+    noted = "WARNING: images of train in folders named like val or test"
+    assert found.summary.noted[noted].times == 1
 
 
 def test_the_split_of_a_row_tells_equal_names_apart(folder, read):

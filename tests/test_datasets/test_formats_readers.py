@@ -639,6 +639,13 @@ FAULTY["coco"] = (
 )
 
 
+def test_a_quote_after_a_blank_quotes(folder, read):
+    text = f'{CSV}"a.jpg", "cat, wet", 3, 2, 15, 8\nb.jpg, "dog", 3, 2, 15, 8\n'
+    found = read(folder("a.jpg b.jpg", {"x.csv": text}), val_share=0.0).boxes()
+    labels = {name: [label for label, _ in own] for name, own in found.items()}
+    assert labels == {"a.jpg": ["cat, wet"], "b.jpg": ["dog"]}
+
+
 @pytest.mark.parametrize("name", FAULTY)
 def test_broken_records_are_counted_and_quoted(folder, read, name):
     images, files, examples = FAULTY[name]

@@ -234,15 +234,22 @@ def test_a_checkpoint_of_weights_alone_can_be_loaded(make_runner, meta, is_evalu
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_the_last_checkpoint_is_not_that_of_a_training_before(make_runner, evaluates):
+def test_the_last_checkpoint_is_not_that_of_a_training_before(
+    make_runner, warnings_of_runners, evaluates
+):
     """A new training may end before its first; an evaluation changes nothing."""
     runner = make_runner()
     _, runner.param_schedulers = schedule(runner)
     marker = Path(runner.work_dir, "last_checkpoint")
     marker.write_text("epoch_9.pth")
+    best = marker.with_name("best_mixture_mean_AP_epoch_9.pth")
+    best.write_bytes(b"")
     runner.evaluates = evaluates
     runner.load_or_resume()
     assert marker.exists() == evaluates
+    assert best.exists()
+    said = [text for text in warnings_of_runners if "of an earlier training" in text]
+    assert len(said) == (not evaluates)
 
 
 @pytest.mark.parametrize(("epochs", "is_said"), [(2, False), (5, True)])

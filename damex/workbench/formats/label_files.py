@@ -23,6 +23,7 @@ from damex.workbench.formats.records import (
     Contents,
     Format,
     Sample,
+    by_folder,
     enclosing_box,
     is_set,
     is_share,
@@ -317,9 +318,9 @@ def _splits(
     """
     splits: dict[str, list[Sample]] = {}
     by_stem: dict[str, list[Sample]] = {}
-    by_folder = {id(s): tree.split_of_folder(parent(s.source)) for s in samples}
+    of_source = {id(s): tree.split_of_folder(parent(s.source)) for s in samples}
     # KITTI has equal names in training/ and testing/.
-    for sample in sorted(samples, key=lambda s: by_folder[id(s)] != "train"):
+    for sample in sorted(samples, key=lambda s: of_source[id(s)] != "train"):
         for name in {stem(sample.source), stem(sample.image)}:
             by_stem.setdefault(name, []).append(sample)
     for path, base in _lists(tree, by_stem).items():
@@ -333,10 +334,10 @@ def _splits(
             else:
                 what = "names in a list of images without an annotation"
                 summary.drop(what, f"{path}:{number}: {name}")
-    for sample in samples if not splits else ():
-        if (folder := by_folder[id(sample)]) is not None:
-            splits.setdefault(folder, []).append(sample)
-    return splits
+    return splits or by_folder(
+        samples,
+        lambda one: of_source[id(one)] or tree.split_of_folder(parent(one.image)),
+    )
 
 
 def _lists(tree: Tree, by_stem: Mapping[str, list[Sample]]) -> dict[str, str]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from damex.datasets.coco_schema import flag_of
 from damex.datasets.entries import SPLITS, Options, Summary
@@ -22,6 +22,7 @@ from damex.workbench.formats.tree import Tree, parent, some, stem
 DEFAULT_VAL_SHARE = 0.1
 _HASHED_BYTES = 1 << 16
 
+T = TypeVar("T")
 Corners = tuple[float, float, float, float]
 
 
@@ -103,7 +104,9 @@ def choose_splits(
     """
     found = contents.splits or {"train": contents.samples}
     if not contents.splits and not any(getattr(options, one) for one in SPLITS):
-        found = _by_folder(tree, contents.samples)
+        found = by_folder(
+            contents.samples, lambda one: tree.split_of_folder(parent(one.image))
+        )
     chosen: dict[str, list[Sample]] = {}
     for split in SPLITS:
         names = getattr(options, split)
@@ -125,7 +128,7 @@ def choose_splits(
             f"{tree.root} has no images for train, only the lists "
             f"{some([*found])}; name one with train='...'."
         )
-    _count_unused(contents, chosen, summary)
+    _count_unused(tree, contents, chosen, summary)
     if "val" in chosen and options.val_share is not None:
         raise ConfigError(
             f"{tree.root}: val_share={options.val_share} cannot be used, since there "
@@ -138,21 +141,26 @@ def choose_splits(
     return {split: chosen[split] for split in SPLITS if chosen.get(split)}
 
 
-def _by_folder(tree: Tree, samples: list[Sample]) -> dict[str, list[Sample]]:
-    """Images that one file lists, by their folders, if these are named like splits.
+def by_folder(
+    items: Sequence[T], split_of: Callable[[T], str | None]
+) -> dict[str, list[T]]:
+    """Items by the split that their folder is named like; the rest is for training.
 
-    If two such folders or more have most of them, what lies elsewhere is left out.
+    The rest is left out if ``train`` and another such folder have most items. If they
+    have few, or there is ``train`` alone, the folders are those of classes.
     """
-    found: dict[str | None, list[Sample]] = {}
-    for sample in samples:
-        split = tree.split_of_folder(parent(sample.image))
-        found.setdefault(split, []).append(sample)
-    named = {key: rows for key, rows in found.items() if key is not None}
+    named: dict[str, list[T]] = {}
+    rest: list[T] = []
+    for item in items:
+        split = split_of(item)
+        (rest if split is None else named.setdefault(split, [])).append(item)
     if "trainval" in named:
         named["train"] = [*named.get("train", ()), *named.pop("trainval")]
-    are_most = 2 * sum(map(len, named.values())) > len(samples)
-    is_split = len(found) == 1 or (len(named) > 1 and are_most)
-    return named if "train" in named and is_split else {"train": samples}
+    if rest and "train" not in named:
+        named["train"] = rest
+    elif rest and (len(named) == 1 or 2 * len(rest) >= len(items)):
+        named = {"train": [*items]}
+    return named
 
 
 def drop_namesakes(tree: Tree, contents: Contents, summary: Summary) -> None:
@@ -175,9 +183,15 @@ def drop_namesakes(tree: Tree, contents: Contents, summary: Summary) -> None:
 
 
 def _count_unused(
-    contents: Contents, chosen: dict[str, list[Sample]], summary: Summary
+    tree: Tree,
+    contents: Contents,
+    chosen: Mapping[str, Sequence[Sample]],
+    summary: Summary,
 ) -> None:
-    """Count images, and records of images annotated elsewhere, that are in no split."""
+    """Count images, and records of images annotated elsewhere, that are in no split.
+
+    And images of train that may be for evaluation.
+    """
     used = {id(sample) for samples in chosen.values() for sample in samples}
     images = {sample.image for samples in chosen.values() for sample in samples}
     for sample in contents.samples:
@@ -187,6 +201,10 @@ def _count_unused(
             what = "annotations of used images in a file that no split uses"
             summary.drop(what, f"{sample.source}: {sample.image}")
     train = {sample.image for sample in chosen.get("train", ())}
+    for image in sorted(train):
+        if tree.split_of_folder(parent(image)) in ("val", "test"):
+            what = "WARNING: images of train in folders named like val or test"
+            summary.note(what, image)
     for split in ("val", "test"):
         for sample in chosen.get(split, ()):
             if sample.image in train:

@@ -109,7 +109,9 @@ def _problem_of_csv(tree: Tree) -> str | None:
 def _open(path: str, text: str) -> _Table | None:
     """Parse a file; None if it holds no boxes, such as a list of classes."""
     first = text.partition("\n")[0]
-    reader = csv.reader(io.StringIO(text), delimiter=max(",;\t", key=first.count))
+    delimiter = max(",;\t", key=first.count)
+    # A quote after a blank quotes, too.
+    reader = csv.reader(io.StringIO(text), delimiter=delimiter, skipinitialspace=True)
     rows, problem = [], None
     try:
         for row in reader:

@@ -29,7 +29,7 @@ from damex.workbench.formats.label_files import (
     why_no_image,
     yolo_boxes,
 )
-from damex.workbench.formats.records import Contents, Format, Sample
+from damex.workbench.formats.records import Contents, Format, Sample, by_folder
 from damex.workbench.formats.tree import (
     Tree,
     join,
@@ -110,9 +110,6 @@ def _read(tree: Tree, options: Options, summary: Summary) -> Contents:
     labels, unclear = _label_of_images(tree, summary)
     splits = _split_images(tree, config, labels, summary)
     listed = [image for images in splits.values() for image in images]
-    if not splits:
-        folders = {parent(image) for image in labels}
-        listed = [image for image in tree.images if parent(image) in folders]
     samples = {}
     for image in dict.fromkeys([*listed, *labels]):
         if image in unclear:
@@ -274,20 +271,19 @@ def _split_images(
 ) -> dict[str, list[str]]:
     """Images by split: from the config, lists, or folders named like splits."""
     splits: dict[str, list[str]] = {}
-    of_folder: dict[str, list[str]] = {}
     for split, places in config.places.items():
         for place in places:
             images = _images_at(tree, place, config, summary, split)
             splits.setdefault(split, []).extend(images)
     splits = splits or _found_lists(tree, summary)
-    for image in tree.images:
-        if (by_folder := tree.split_of_folder(parent(image))) is not None:
-            of_folder.setdefault(by_folder, []).append(image)
+    of_image = {image: tree.split_of_folder(parent(image)) for image in tree.images}
     if not splits:
-        splits = of_folder
+        folders = {parent(image) for image in labels}
+        found = [one for one in of_image if of_image[one] or parent(one) in folders]
+        splits = by_folder(found, of_image.get)
     elif "test" not in splits:  # some exports have the folder, and do not name it
         used = {image for images in splits.values() for image in images}
-        rest = [one for one in of_folder.get("test", ()) if one in labels]
+        rest = [one for one in labels if of_image[one] == "test"]
         splits |= {"test": rest} if rest and not used & {*rest} else {}
     return {split: list(dict.fromkeys(images)) for split, images in splits.items()}
 
