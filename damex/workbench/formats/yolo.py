@@ -248,8 +248,10 @@ def _names_of(content: Mapping[str, Any]) -> tuple[str, ...]:
     names = content["names"]
     if isinstance(names, dict):
         numbered = {int(key): name for key, name in names.items()}
-        count = max(numbered, default=-1) + 1
-        names = [numbered.get(n, f"class {n}") for n in range(count)]
+        if numbered and set(numbered) != {*range(len(names))}:  # Ultralytics, too
+            given = ", ".join(names)
+            raise ValueError(f"expected the numbers 0 to {len(names) - 1}, got {given}")
+        names = [name for _, name in sorted(numbered.items())]
     if not isinstance(names, list) or not names:
         raise ValueError(
             f"expected a list of class names, or a mapping from numbers, got {names!r}"
