@@ -81,16 +81,6 @@ class TransformersHead(nn.Module):
         """Called before each loss: damex's ``ignoring`` reads the boxes."""
 
 
-def share_of_boxes(num_boxes: int, *, images: Tensor) -> float:
-    """Return the mean number of boxes of all processes relative to that of this one.
-
-    ``images`` has the device of the process. Numbers are at least 1, in all processes
-    together and in this one.
-    """
-    mean = reduce_mean(images.new_tensor(float(num_boxes))).item()
-    return max(mean, 1 / get_world_size()) / max(num_boxes, 1)
-
-
 @contextmanager
 def adjusted_losses(
     criterion: Any, head: Any, ratio_B4: Tensor, share: float
@@ -231,8 +221,10 @@ class TransformersDetector(BaseDetector):
         ratio_B4 = _image_ratio(batch_data_samples, batch_inputs)
         self._check_cells(batch_inputs)
         num_boxes = sum(len(one["boxes"]) for one in labels)
-        counts_all = self.layout.counts_all_boxes
-        share = 1.0 if counts_all else share_of_boxes(num_boxes, images=batch_inputs)
+        share = 1.0
+        if not self.layout.counts_all_boxes:  # mean over all processes by that of this
+            mean = reduce_mean(batch_inputs.new_tensor(float(num_boxes))).item()
+            share = max(mean, 1 / get_world_size()) / max(num_boxes, 1)
         criterion = resolve_name(self.layout.criterion)
         with adjusted_losses(criterion, self.bbox_head, ratio_B4, share):
             found = self.detr(pixel_values=batch_inputs, labels=labels)

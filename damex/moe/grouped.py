@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from damex.errors import check_choice
-
 BACKENDS = ("auto", "split", "grouped_mm")
 
 
@@ -29,15 +27,14 @@ def grouped_linear(
     """Apply expert e's linear map to the e-th segment of rows.
 
     All backends give the same result, run under autocast, and give experts without rows
-    zero gradients, never None. Raises ValueError if the backend is unknown or does not
-    support the input.
+    zero gradients, never None. Raises ValueError if the backend does not support the
+    input.
 
     - 'split': one `linear` per segment; fastest on the CPU, synchronizes with the host.
     - 'grouped_mm': one kernel for all experts, without synchronization.
     - 'auto': 'grouped_mm' for bfloat16 on CUDA devices with the fast kernel, else
       'split'.
     """
-    check_choice("grouped_linear", BACKENDS, backend=backend)
     backend = choose_backend(x_RD, weight_EDF, backend=backend)
     # In a compiled graph the number of rows may be unknown until it runs.
     if backend == "grouped_mm" and (torch.compiler.is_compiling() or len(x_RD) > 0):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from damex.errors import check_number
 from damex.moe.layer import MoELayer
 
 
@@ -30,8 +31,7 @@ class NormalizedGD(Optimizer):
     def __init__(
         self, params: Iterable[Tensor] | Iterable[dict[str, Any]], lr: float = 0.001
     ) -> None:
-        if not lr >= 0.0:
-            raise ValueError(f"NormalizedGD: lr must be >= 0, got {lr}")
+        check_number("NormalizedGD", ">= 0", lr=lr)
         super().__init__(params, dict(lr=lr))
         for number, group in enumerate(self.param_groups):
             shapes = [tuple(p.shape) for p in group["params"]]
@@ -130,9 +130,7 @@ class Muon(Optimizer):
         momentum: float = 0.95,
     ) -> None:
         settings = dict(lr=lr, weight_decay=weight_decay, momentum=momentum)
-        for name, value in settings.items():
-            if not value >= 0.0:
-                raise ValueError(f"Muon: {name} must be >= 0, got {value}")
+        check_number("Muon", ">= 0", **settings)
         super().__init__(params, settings)
         shapes = [p.shape for group in self.param_groups for p in group["params"]]
         for shape in shapes:

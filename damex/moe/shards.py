@@ -36,16 +36,10 @@ class ExpertShards:
 
     One object serves all layers. All processes of the row, also those without tokens,
     must call methods that communicate in the same order. `size` is P, `index` that of
-    this process in its row; `mesh` is the grid, with the axes `MESH_AXES`, else
-    ValueError.
+    this process in its row; `mesh` is the grid, with the axes `MESH_AXES`.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        if mesh.mesh_dim_names != MESH_AXES:
-            raise ValueError(
-                f"ExpertShards: the mesh must have the axes {MESH_AXES}, got "
-                f"{mesh.mesh_dim_names}"
-            )
         self.mesh = mesh
         self.size = mesh.size(1)
         self.index = mesh.get_local_rank("expert")
@@ -55,16 +49,10 @@ class ExpertShards:
         """Build the grid of all processes, with `size` P; collective.
 
         Neighbors share experts: with size=4, processes 0 to 3 hold each expert once, as
-        do 4 to 7, so that tokens stay within a machine of 4 or 8 GPUs. Raises
-        ValueError if P does not divide the number of processes.
+        do 4 to 7, so that tokens stay within a machine of 4 or 8 GPUs. P divides the
+        number of processes.
         """
-        count = distributed.get_world_size()
-        if size < 1 or count % size:
-            raise ValueError(
-                f"ExpertShards: the number of processes, {count}, must be a multiple "
-                f"of the {size} that share the experts"
-            )
-        shape = (count // size, size)
+        shape = (distributed.get_world_size() // size, size)
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=MESH_AXES)
         _copy_timeout(mesh)
         return cls(mesh)
@@ -286,14 +274,11 @@ class ExpertGradients:
     """Reduction of expert gradients, as DDP does for all others, and global clipping.
 
     Call `reduce` once per optimizer step, after the (last accumulated) backward pass
-    and before anything reads gradients. Raises ValueError if the model has no sharded
-    experts.
+    and before anything reads gradients. The model has sharded experts.
     """
 
     def __init__(self, model: nn.Module) -> None:
         layers = [*sharded_layers(model).values()]
-        if not layers:
-            raise ValueError("ExpertGradients: the model has no sharded experts")
         self._shards: ExpertShards = layers[0].shards
         # In the same order on all processes, as collectives are matched by order.
         self._parameters = [p for one in layers for p in one.experts.parameters()]
@@ -315,35 +300,22 @@ class ExpertGradients:
 
     @torch.no_grad()
     def clip_grad_norm(
-        self,
-        parameters: Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0
     ) -> Tensor:
         """Clip as `torch.nn.utils.clip_grad_norm_`, over the experts of all processes.
 
         Call `reduce` before. Returns the norm before clipping, equal on all processes.
         """
         parameters = list(parameters)
-        total = self._norm(parameters, norm_type, foreach)
-        if error_if_nonfinite and not total.isfinite():
-            raise RuntimeError(
-                f"clip_grad_norm: the total norm of order {norm_type} is {total}"
-            )
-        clip_grads_with_norm_(parameters, max_norm, total, foreach)
+        total = self._norm(parameters, norm_type)
+        clip_grads_with_norm_(parameters, max_norm, total)
         return total
 
-    def _norm(
-        self, parameters: list[Tensor], order: float, foreach: bool | None
-    ) -> Tensor:
+    def _norm(self, parameters: list[Tensor], order: float) -> Tensor:
         grads = [(id(p) in self._ids, p.grad) for p in parameters]
         own, common = (
             get_total_norm(
-                [g for is_own, g in grads if g is not None and is_own == wanted],
-                order,
-                foreach=foreach,
+                [g for is_own, g in grads if g is not None and is_own == wanted], order
             )
             for wanted in (True, False)
         )

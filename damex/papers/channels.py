@@ -167,8 +167,6 @@ class GatingPath(nn.Module):
         init: str = "uniform",
     ) -> None:
         super().__init__()
-        if not channels:
-            raise ValueError("GatingPath: needs one or more layers to gate, got none")
         self.embedding = embedding
         self.names = tuple(channels)
         self.frozen = False
@@ -208,10 +206,7 @@ def gate_l1(gates: Sequence[Tensor]) -> Tensor:
 
     Summed over channels and layers and averaged over the batch, so it grows with width
     and depth of the network; its weight in the paper, 1e-3, is for this reduction.
-    Raises ValueError without any layer.
     """
-    if len(gates) == 0:
-        raise ValueError("gate_l1: needs the gates of one or more layers, got none")
     # DeepMoE: sum_l ||g^l(x)||_1, times lambda in the loss.
     return torch.stack([_wide(gates_BC).sum(dim=1) for gates_BC in gates]).sum(0).mean()
 
@@ -224,17 +219,12 @@ def presence_loss(logits_BE: Tensor, present_BE: Tensor) -> Tensor:
     classes, and so close the gates ReLU(W e(x)), whose weights are positive on average.
     The mean is over images with a class, and zero with a graph without any.
     """
-    if logits_BE.shape != present_BE.shape:
-        raise ValueError(
-            f"presence_loss: present_BE must have the shape {tuple(logits_BE.shape)} "
-            f"of the logits, got {tuple(present_BE.shape)}"
-        )
     logits_BE = _wide(logits_BE)
     present_BE = present_BE.to(logits_BE.dtype)
     count_B = present_BE.sum(dim=1)
     target_BE = present_BE / count_B.clamp(min=1.0)[:, None]
     # DeepMoE: cross-entropy of the embedding's logits, times mu in the loss.
-    losses_B = -(target_BE * functional.log_softmax(logits_BE, dim=1)).sum(dim=1)
+    losses_B = functional.cross_entropy(logits_BE, target_BE, reduction="none")
     return losses_B.sum() / (count_B > 0).sum().clamp(min=1)
 
 

@@ -7,6 +7,7 @@ left, P x Q cells of a patch (including its halo, if any).
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Literal
 
 import torch
@@ -157,12 +158,9 @@ class PatchConvExperts(nn.Module):
         """
         height, width = (side + 2 * self.halo for side in self.patch_size)
         patches = patches_RD.unflatten(1, (self.in_channels, height, width))
-        out = map_segments(self._convolve, patches, [self.weight_EOCKK], counts_E)
+        convolve = partial(functional.conv2d, padding=self.kernel_size // 2 - self.halo)
+        out = map_segments(convolve, patches, [self.weight_EOCKK], counts_E)
         return out.flatten(1)
-
-    def _convolve(self, patches: Tensor, weight_OCKK: Tensor) -> Tensor:
-        padding = self.kernel_size // 2 - self.halo
-        return functional.conv2d(patches, weight_OCKK, padding=padding)
 
 
 def route_patches(

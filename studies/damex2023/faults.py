@@ -136,13 +136,7 @@ def capacity_curve(
 
 
 def label_accuracy(
-    task: ClusterTask,
-    *,
-    by_name: bool,
-    marked: bool,
-    steps: int,
-    seed: int,
-    num_tokens: int = 512,
+    task: ClusterTask, *, by_name: bool, marked: bool, steps: int, seed: int
 ) -> float:
     """Classify tokens of two data sets that number the same classes differently.
 
@@ -170,7 +164,7 @@ def label_accuracy(
 
     optimizer = Adam([*layer.parameters(), *head.parameters()], lr=LR)
     for _ in range(steps):
-        tokens_TD, dataset_T, label_T = draw(num_tokens)
+        tokens_TD, dataset_T, label_T = draw(512)
         out_T1D, record = layer(tokens_TD.unsqueeze(1), group_ids_B=dataset_T)
         loss = functional.cross_entropy(head(out_T1D.squeeze(1)), label_T)
         loss = loss + record.losses["dataset_routing"]
@@ -179,7 +173,7 @@ def label_accuracy(
         optimizer.step()
     layer.eval()
     with torch.no_grad():
-        tokens_TD, _, label_T = draw(10 * num_tokens)
+        tokens_TD, _, label_T = draw(10 * 512)
         out_T1D, _ = layer(tokens_TD.unsqueeze(1))
         right_T = head(out_T1D.squeeze(1)).argmax(dim=1) == label_T
     return 100.0 * right_T.double().mean().item()

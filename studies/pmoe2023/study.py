@@ -29,7 +29,7 @@ from studies.pmoe2023.plan import (
     Results,
 )
 from studies.pmoe2023.rows import learned_rows
-from studies.pmoe2023.training import BATCH_SIZE, Job, Outcome, run_job, run_wide
+from studies.pmoe2023.training import BATCH_SIZE, Job, run_job, run_wide
 from studies.report import NO_CLAIM, StudyResult, draw_seeds, unjudged
 
 NUM_TRAIN = 1100  # of UCI's 1,797 digits; no test picture is seen in training
@@ -56,9 +56,6 @@ def run(session: Session) -> StudyResult:
 def _measure(
     plan: Plan, source: DigitSource, seeds: Sequence[int], session: Session
 ) -> Results:
-    def two_layers(job: Job, seed: int) -> Outcome:
-        return run_job(job, source, seed)
-
     def wide(case: tuple[bool, int], seed: int) -> float:
         epochs, test_samples = plan.wide_epochs, plan.test_samples
         return run_wide(*case, source, seed, epochs=epochs, test_samples=test_samples)
@@ -72,7 +69,9 @@ def _measure(
     ]
     return Results(
         plan,
-        session.run(jobs, two_layers, "two-layer networks"),
+        session.run(
+            jobs, lambda job, seed: run_job(job, source, seed), "two-layer networks"
+        ),
         session.run(cases, wide, "wide residual networks"),
     )
 

@@ -153,13 +153,7 @@ def train_router(
 
 
 def fit(
-    model: nn.Module,
-    samples: PatchSamples,
-    *,
-    lr: float,
-    epochs: int,
-    seed: int,
-    batch_size: int = BATCH_SIZE,
+    model: nn.Module, samples: PatchSamples, *, lr: float, epochs: int, seed: int
 ) -> int:
     """SGD on the logistic loss until an epoch has no error; returns the epochs."""
     learning = [p for p in model.parameters() if p.requires_grad]
@@ -167,7 +161,7 @@ def fit(
     generator = torch.Generator().manual_seed(seed)
     for epoch in range(epochs):
         errors = torch.zeros((), dtype=torch.int64)
-        for rows in torch.randperm(len(samples), generator=generator).split(batch_size):
+        for rows in torch.randperm(len(samples), generator=generator).split(BATCH_SIZE):
             logits = model(samples.patches_BND[rows])
             labels = samples.labels_B[rows]
             optimizer.zero_grad()

@@ -8,8 +8,9 @@ inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 import torch
@@ -101,7 +102,8 @@ def simulate(case: Case, plan: Plan, *, seed: int) -> dict[str, Tensor]:
         steps=plan.steps,
     )
     found = dict(errors_at(case, family, fit.theta_SP))
-    found["function"] = _distance(family.regression.values(fit.theta_SP), truth_1N)
+    values_SN = family.regression.values(fit.theta_SP)
+    found["function"] = (values_SN - truth_1N).square().mean(1).sqrt()  # norm of L2(mu)
     found["cost"] = fit.cost_S
     found["at rest"] = fit.resting_S.double()
     shape = (len(plan.sizes), plan.repetitions)
@@ -151,8 +153,9 @@ def _hierarchical_errors(case: Case, fitted: Hierarchy) -> dict[str, Tensor]:
     ).abs()
     return {
         "loss": hierarchical_loss(fitted, truth, order=case.order, linear=case.linear),
-        "exact": _worst([cell.exact_S for cell in cells]),
-        "over": _worst([cell.over_S for cell in cells]),
+        # fmax: the larger one where both are known
+        "exact": reduce(torch.fmax, [cell.exact_S for cell in cells]),
+        "over": reduce(torch.fmax, [cell.over_S for cell in cells]),
         "first level": first_SG.amax(1),
     }
 
@@ -163,20 +166,8 @@ def _counts(n: int, plan: Plan, draws: np.random.Generator) -> Tensor:
     return torch.from_numpy(draws.multinomial(n, chances, plan.repetitions)).double()
 
 
-def _distance(f_SN: Tensor, truth_1N: Tensor) -> Tensor:
-    """Root mean square over the inputs: the norm of L2(mu)."""
-    return (f_SN - truth_1N).square().mean(1).sqrt()
-
-
 def _largest(difference_SKA: Tensor) -> Tensor:
     return difference_SKA.norm(dim=2).amax(1)
-
-
-def _worst(values: Sequence[Tensor]) -> Tensor:
-    """The larger one where both are known."""
-    stacked = torch.stack(list(values))
-    largest_S = stacked.nan_to_num(-torch.inf).amax(0)
-    return largest_S.masked_fill(largest_S.isinf(), torch.nan)
 
 
 # What a model must offer: theta_SP -> values (S, N) and Jacobian (S, N, P).

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 from damex.moe import (
     ExpertGradients,
@@ -95,24 +94,7 @@ def test_clipping_in_a_group_of_one_is_that_of_torch(group, order):
         torch.testing.assert_close(one.grad, two.grad)
 
 
-def test_a_norm_that_is_not_finite_can_be_an_error(group):
-    layer = make_layer()
-    layer.shard_experts(ExpertShards.of_world(1))
-    layer.eval()(make_batch()[0])[0].sum().backward()
-    layer.experts.w1_EDH.grad[0, 0, 0] = float("nan")
-    gradients = ExpertGradients(layer)
-    with pytest.raises(RuntimeError, match=r"norm of order 2\.0 is nan"):
-        gradients.clip_grad_norm(layer.parameters(), 0.01, error_if_nonfinite=True)
-    assert gradients.clip_grad_norm(layer.parameters(), 0.01).isnan()
-
-
 def test_what_cannot_be_shared_out_is_refused(group):
-    with pytest.raises(ValueError, match=r"number of processes, 1, .* of the 2 that"):
-        ExpertShards.of_world(2)
-    with pytest.raises(ValueError, match=r"axes \('data', 'expert'\), got \('a',\)"):
-        ExpertShards(init_device_mesh("cpu", (1,), mesh_dim_names=("a",)))
-    with pytest.raises(ValueError, match="no sharded experts"):
-        ExpertGradients(make_layer())
     shards = ExpertShards.of_world(1)
     bank = FFNExperts(4, 6, 8)
     bank.register_buffer("scale", torch.ones(()))

@@ -182,9 +182,11 @@ def complexity(
     height, width = shape or image_size_of(cfg)[::-1]
     model = _resolved_model(cfg, classes=classes, groups=groups)
     size = dict(height=height, width=width)
-    routed = count_complexity(_build(model), **size)
     without = {**model, "moe": None} if "moe" in model else model
-    dense = count_complexity(_build(without), **size)
+    routed, dense = (  # with random weights; mmdet writes into configs
+        count_complexity(MODELS.build(copy.deepcopy(one)), **size)
+        for one in (model, without)
+    )
     Console().print(complexity_table(routed, dense, height=height, width=width))
 
 
@@ -235,11 +237,6 @@ def _resolved_model(
         labels = [range(classes)] * number
         model["label_coverage"] = dict(labels=labels, groups=range(number))
     return model
-
-
-def _build(model: Mapping[str, Any]) -> nn.Module:
-    """The detector with random weights, without downloads."""
-    return MODELS.build(copy.deepcopy(dict(model)))  # mmdet writes into configs
 
 
 def _total(parts: Sequence[PartComplexity]) -> PartComplexity:

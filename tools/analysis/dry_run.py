@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +30,8 @@ from damex.engine.config import check_detector, resolve_config
 from damex.engine.console import filter_console
 from damex.engine.optim import set_length
 from damex.models.detectors import RoutedDetector
-from damex.moe import MoELayer, sharded_layers, sharded_names
+from damex.models.insertion import moe_blocks
+from damex.moe import sharded_layers, sharded_names
 from damex.workbench.cli.run import (
     CfgOptions,
     ConfigName,
@@ -111,27 +112,29 @@ def lay_out(cfg: Config, *, processes: int) -> Layout:
     set_length(cfg)
     shape, train = image_size_of(cfg)[::-1], cfg["train_cfg"]
     with pretended_processes(processes):
-        detector = _build(cfg["model"])
+        detector = MODELS.build(copy.deepcopy(cfg["model"]))  # mmdet writes into it
         loader = {**cfg["train_dataloader"], "num_workers": 0}
         data: Any = Runner.build_dataloader(
             {**loader, "persistent_workers": False}, seed=0
         )
-        size, held = _expert_parallel(detector), _held_bytes(detector, cfg)
+        layers = sharded_layers(detector).values()
+        size = max((layer.shards.size for layer in layers), default=1)
+        held = _held_bytes(detector, cfg)
         gradients = _gradient_bytes(detector)
     batch_size = data.batch_sampler.batch_size
     sent = ring_bytes(gradients["dense"], processes)
     sent += ring_bytes(gradients["experts"], processes // size)
     exchanged = 0.0
     if size > 1:
-        model = dict(cfg["model"])
-        whole = _build({**model, "moe": {**model["moe"], "expert_parallel": 1}})
-        rows = routed_bytes(whole, shape)
+        whole = copy.deepcopy(cfg["model"])
+        whole["moe"]["expert_parallel"] = 1
+        rows = routed_bytes(MODELS.build(whole), shape)
         exchanged = WAYS * rows * batch_size * (size - 1) / size
     epochs = train.get("max_epochs")
     return Layout(
         processes=processes,
         expert_parallel=size,
-        num_experts=max((m.num_experts for m in _layers(detector)), default=0),
+        num_experts=max((b.moe.num_experts for b in moe_blocks(detector)), default=0),
         gradients=sum(gradients.values()),
         **held,
         shape=shape,
@@ -178,8 +181,8 @@ def routed_bytes(detector: nn.Module, shape: tuple[int, int]) -> float:
         routes = int(outputs[1].assignment.counts_E.sum())
         sent.append(routes * args[0].shape[-1] * args[0].element_size())
 
-    for layer in _layers(detector):
-        layer.register_forward_hook(note)
+    for block in moe_blocks(detector):
+        block.moe.register_forward_hook(note)
     generator = torch.Generator().manual_seed(0)
     for parameter in detector.parameters():  # avoids downloads
         parameter.normal_(std=0.02, generator=generator)
@@ -233,19 +236,6 @@ def _listed(what: str, numbers: range) -> str:
     if len(names) > LISTED:
         names[3:-1] = ["..."]
     return f"{what}{plural * (len(numbers) > 1)} {', '.join(names)}"
-
-
-def _build(model: Mapping[str, Any]) -> nn.Module:
-    return MODELS.build(copy.deepcopy(dict(model)))  # mmdet writes into configs
-
-
-def _layers(detector: nn.Module) -> list[MoELayer]:
-    return [module for module in detector.modules() if isinstance(module, MoELayer)]
-
-
-def _expert_parallel(detector: nn.Module) -> int:
-    layers = sharded_layers(detector).values()
-    return max((layer.shards.size for layer in layers if layer.shards), default=1)
 
 
 def _gradient_bytes(detector: nn.Module) -> dict[str, int]:

@@ -294,7 +294,11 @@ def write_page(
         of_image: dict[int, list[Label]] = {}
         for one in labels[dataset.name]:
             of_image.setdefault(one.image, []).append(one)
-        order = sorted(of_image, key=lambda i: _doubt(of_image[i], limits))
+        doubt = {  # distance of the nearest detection to the threshold of labels
+            image: min(abs(one.score - limits[one.name]) for one in found)
+            for image, found in of_image.items()
+        }
+        order = sorted(of_image, key=doubt.__getitem__)
         bar.begin(f"draw {dataset.name}", min(samples, len(order)))
         tiles = []
         for image in order[:samples]:
@@ -314,11 +318,6 @@ def write_page(
     values = dict(datasets=parts, thresholds=thresholds)
     page = render_page("damex.workbench.complete", **values)
     write_text(folder / "index.html", printable(page))
-
-
-def _doubt(labels: Sequence[Label], limits: Mapping[str, float]) -> float:
-    """Distance of the nearest detection to the threshold of labels."""
-    return min(abs(one.score - limits[one.name]) for one in labels)
 
 
 def _tile(

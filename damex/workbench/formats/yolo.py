@@ -249,8 +249,7 @@ def _names_of(content: Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(names, dict):
         numbered = {int(key): name for key, name in names.items()}
         if numbered and set(numbered) != {*range(len(names))}:  # Ultralytics, too
-            given = ", ".join(names)
-            raise ValueError(f"expected the numbers 0 to {len(names) - 1}, got {given}")
+            raise ValueError(f"expected numbers 0 to {len(names) - 1}, got {[*names]}")
         names = [name for _, name in sorted(numbered.items())]
     if not isinstance(names, list) or not names:
         raise ValueError(
