@@ -11,8 +11,8 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 19_111), "workbench": (51, 12_703), "tests": (148, 32_884)}
-LIMITS |= {"hf": (6, 1_229), "tests/test_hf": (6, 1_549)}
+LIMITS = {"core": (77, 19_081), "workbench": (51, 12_711), "tests": (148, 32_903)}
+LIMITS |= {"hf": (6, 1_221), "tests/test_hf": (6, 1_542)}
 
 
 def layer_of(module):

@@ -25,7 +25,7 @@ from damex.errors import ConfigError, DataError
 
 Size = tuple[int, int]  # width and height in pixels
 # Options of pipeline steps that are image sizes, and the steps that have them.
-SIZES = ("scale", "scales", "size", "crop_size", "img_scale")
+SIZES = ("scale", "scales", "size", "crop_size", "img_scale", "max_size")
 STEPS = ("Resize", "Crop", "Pad", "Mosaic", "MixUp")
 STRIDE = 32  # a canvas is whole cells of the coarsest feature map
 DRAWS = 8  # of a step, to see whether it is random

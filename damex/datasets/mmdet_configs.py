@@ -142,13 +142,16 @@ def image_scales(
     for step in _steps(pipeline):
         if keep_ratio and "Crop" in str(step.get("type")):
             break  # what follows resizes a part of the image
-        is_resize = "Resize" in str(step.get("type"))
+        kind = f"{step.get('type')} {step.get('resize_type')}"
+        is_resize, is_shortest = "Resize" in kind, "ShortestEdge" in kind
         scale = step.get("scale", step.get("scales"))
         sides = scale if "scales" in step and isinstance(scale, list) else [scale]
         if all(isinstance(side, int) for side in sides):  # of squares, as in mmcv
-            scale = [(side, side) for side in sides]
+            longest = step.get("max_size") if is_shortest else None
+            scale = [(longest or side, side) for side in sides]
         is_size = np.size(scale) % 2 == 0  # and not a factor, or missing
-        if is_resize and is_size and (step.get("keep_ratio") or not keep_ratio):
+        is_kept = step.get("keep_ratio") or is_shortest
+        if is_resize and is_size and (is_kept or not keep_ratio):
             found += np.reshape(scale, (-1, 2)).astype(float).tolist()
     return tuple((width, height) for width, height in found)
 

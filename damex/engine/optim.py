@@ -227,7 +227,8 @@ def set_length(cfg: Config | ConfigDict) -> None:
     The checkpoints and logs of an iteration-based training count iterations, too.
 
     Raises:
-        ConfigError: If mmengine's loop counts the other one; custom loops may differ.
+        ConfigError: If mmengine's loop counts the other one, or its epoch is without
+            end; custom loops may differ.
     """
     train = cfg.get("train_cfg")
     if not train:
@@ -245,6 +246,13 @@ def set_length(cfg: Config | ConfigDict) -> None:
         train[key] = cfg.pop(key)
     if key == "max_iters":
         _count_iterations(cfg, train)
+        return
+    sampler = (cfg.get("train_dataloader") or {}).get("sampler") or {}
+    if sampler.get("infinite") and train.get("type") in LOOPS:
+        raise ConfigError(
+            "train_dataloader.sampler.infinite=True is for iterations: an epoch would "
+            "never end; leave it out, or set train_cfg.type='IterBasedTrainLoop'."
+        )
 
 
 def _count_iterations(cfg: Config | ConfigDict, train: Mapping[str, Any]) -> None:

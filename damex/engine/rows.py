@@ -120,10 +120,11 @@ def _class_keys(
     ]
     if not name.startswith(LABELS) and len(state[name]) == len(classes) + 1:
         found.append(RowKey("background"))
-    if selects_by_first_class(detector) and name.startswith(
-        f"bbox_head.cls_branches.{len(detector.bbox_head.cls_branches) - 1}."
-    ):
-        found[0] = RowKey("object")
+    if selects_by_first_class(detector):
+        first, *_, last = branches = detector.bbox_head.cls_branches
+        own = f"bbox_head.cls_branches.{len(branches) - 1}."
+        if first is not last and name.startswith(own):  # else its rows are classes
+            found[0] = RowKey("object")
     return found
 
 

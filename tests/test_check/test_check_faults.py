@@ -698,12 +698,15 @@ def test_sizes_of_parts_of_an_image_are_not_those_of_images(steps, found):
         (dict(type="RandomChoiceResize", scales=[480, 512]), ((480, 480), (512, 512))),
         (dict(type="RandomChoiceResize", scales=[(48, 32)]), ((48, 32),)),
         (dict(type="RandomResize", scale=[(24, 16), (48, 32)]), ((24, 16), (48, 32))),
+        (dict(type="ResizeShortestEdge", scale=480, max_size=600), ((600, 480),)),
         (dict(type="RandomResize", scale=()), ()),
         (dict(type="RandomResize", scale=0.5), ()),
     ],
 )
-def test_one_side_is_that_of_a_square(step, found):
+def test_one_side_is_that_of_a_square_or_the_shorter(step, found):
     assert image_scales([step]) == found
+    is_kept = "Shortest" in step["type"]  # without keep_ratio
+    assert image_scales([step], keep_ratio=True) == (found if is_kept else ())
 
 
 def test_a_file_name_too_long_for_a_file_is_a_missing_image(dataset):

@@ -87,6 +87,7 @@ def test_random_sizes_change_in_proportion():
         dict(type="RandomChoice", transforms=[[resize(800, 1333)], [FLIP]]),
         dict(type="Pad", size=None, size_divisor=32),
         dict(type="CachedMosaic", img_scale=(640, 640), pad_val=114.0),
+        dict(type="ResizeShortestEdge", scale=800, max_size=1333),
     ]
     cfg = config(
         train,
@@ -95,13 +96,16 @@ def test_random_sizes_change_in_proportion():
         model=dict(data_preprocessor=dict(pad_size_divisor=32)),
     )
     set_image_size(cfg)
-    choice, crop, share, nested, pad, mosaic = steps_of(cfg, "train_dataloader")
+    choice, crop, share, nested, pad, mosaic, shortest = steps_of(
+        cfg, "train_dataloader"
+    )
     assert choice["scales"] == [(144, 400), (240, 400), (120, 1260)]
     assert crop["crop_size"] == (115, 180)
     assert share["crop_size"] == (0.5, 1.0)
     assert nested["transforms"] == [[resize(240, 400)], [FLIP]]
     assert pad == dict(type="Pad", size=None, size_divisor=32)
     assert (mosaic["img_scale"], mosaic["pad_val"]) == ((192, 192), 114.0)
+    assert (shortest["scale"], shortest["max_size"]) == (240, 400)
     assert steps_of(cfg, "val_dataloader") == [resize(400, 240)]
     assert cfg.model.data_preprocessor.pad_size_divisor == 32  # no canvas
 

@@ -61,18 +61,29 @@ def test_a_subclass_has_the_first_stage_of_its_detector(build_mmdet, name, expec
     assert selects_by_first_class(detector) == expected
 
 
-@pytest.mark.parametrize("name", ["MoEDINO", "MoEDDQDETR", "MoEDeformableDETR"])
+REFINED = dict(as_two_stage=True, with_box_refine=True)
+SHARED = dict(as_two_stage=True)  # one classifier is that of all layers
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("MoEDINO", {}),
+        ("MoEDDQDETR", {}),
+        ("MoEDeformableDETR", REFINED),
+        ("MoEDeformableDETR", SHARED),
+    ],
+)
 def test_denoising_labels_move_and_a_first_stage_keeps_its_single_class(
-    build_mmdet, name
+    build_mmdet, name, changes
 ):
     """Deformable DETR in two stages chooses queries by row 0, whatever class it is."""
-    detector = build_mmdet(name)
+    detector = build_mmdet(name, **changes)
     is_deformable = name == "MoEDeformableDETR"
-    detector.as_two_stage = True
     last = f"bbox_head.cls_branches.{len(detector.bbox_head.cls_branches) - 1}.weight"
     state, own = dict(detector.state_dict()), detector.state_dict()
     moved = remap(state, detector, RowNames(COCO), RowNames(COCO[::-1]))
-    assert torch.equal(state[last][0], own[last][0 if is_deformable else -1])
+    assert torch.equal(state[last][0], own[last][0 if changes == REFINED else -1])
     assert torch.equal(state[FIRST], own[FIRST].flip(0))
     labels = set() if is_deformable else {LABELS}
     assert moved == {key for key in state if "cls_branches" in key} | labels

@@ -119,6 +119,13 @@ def test_a_length_that_the_loop_does_not_count_is_refused(
         make_runner(extra, **{length: 3})
 
 
+def test_an_epoch_without_end_is_refused(make_runner):
+    endless = "train_dataloader['sampler'] = dict(type='MixtureSampler', infinite=True)"
+    with pytest.raises(ConfigError, match="infinite=True is for iterations"):
+        make_runner(endless)
+    assert make_runner(f"{BY_ITERS}\n{endless}").train_loop.max_iters == 9
+
+
 def test_a_loop_of_the_users_own_may_count_what_it_likes():
     cfg = Config(dict(train_cfg=dict(type="MyLoop"), max_iters=3, max_epochs=5))
     set_length(cfg)

@@ -269,9 +269,26 @@ def test_experts_of_nobody_keep_their_number(save, make_config, mixture):
     assert all(torch.equal(grown.state[key], stored.state[key]) for key in experts)
 
 
-def test_gates_that_weigh_all_experts_are_named(save, make_config, mixture):
-    options = dict(moe="damex")
-    stored = DetectorCheckpoint.read(str(save(mixture[:2], **options)))
-    cfg = Config.fromfile(make_config(mixture, name="grown", **options))
-    (note,) = add_datasets(stored, cfg, like="park").notes
-    assert "weight of an expert depends on all others" in note
+BALANCED = "renormalize=True, balance=dict(type='BiasBalancer')"
+
+
+@pytest.mark.parametrize(
+    ("moe", "gate", "problem"),
+    [
+        ("damex", "k=1", "the weight of an expert depends on all others"),
+        ("damex", "k=2, renormalize=True", "not chosen within a dataset alone"),
+        ("damex", BALANCED, "not chosen within a dataset alone"),
+    ],
+)
+def test_gates_that_mix_datasets_are_named(
+    save, make_config, mixture, moe, gate, problem
+):
+    each = 2 if "balance" in gate else 1  # alone, an expert cannot be outvoted
+    extra = f"moe = dict(num_experts={{}}, gate=dict({gate}))"
+    stored = DetectorCheckpoint.read(
+        str(save(mixture[:2], moe=moe, extra=extra.format(2 * each)))
+    )
+    options = dict(name="grown", moe=moe, extra=extra.format(3 * each))
+    cfg = Config.fromfile(make_config(mixture, **options))
+    notes = add_datasets(stored, cfg, like="park").notes
+    assert problem in " ".join(notes)

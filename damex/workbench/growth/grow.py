@@ -306,12 +306,19 @@ def _notes(stored: DetectorCheckpoint, detector: Any) -> Iterator[str]:
 def mixing_notes(detector: Any) -> Iterator[str]:
     """Warn if detections of one dataset depend on the parameters of the others."""
     effect = "so that detections of the others change, too."
-    gates = [block.moe.gate for block in moe_blocks(detector)]
+    layers = [block.moe for block in moe_blocks(detector)]
     if not all(
         isinstance(gate, TopKGate) and gate.renormalize and gate.capacity is None
-        for gate in gates
+        for gate in (layer.gate for layer in layers)
     ):
         yield f"the weight of an expert depends on all others (moe.gate), {effect}"
+    elif any(
+        layer.gate.k > size or (layer.gate.balance is not None and size > 1)
+        for layer in layers
+        if layer.group_experts_GE is not None
+        for size in layer.group_experts_GE.sum(1).tolist()
+    ):
+        yield f"experts are not chosen within a dataset alone (moe.gate), {effect}"
     awareness = detector.awareness
     if awareness is not None and awareness.config.label_prior is not None:
         yield f"label_prior depends on all datasets, {effect}"
@@ -370,5 +377,6 @@ def _next_steps(
         yield f"the new parts cannot be trained alone: {grown.alone_problem}"
     else:
         words.append(option_of("train_only", [*grown.new_datasets]))
-        yield "to train the new parts alone, without a change to other datasets:"
+        effect = "" if grown.notes else ", without a change to other datasets"
+        yield f"to train the new parts alone{effect}:"
         yield f"  {shlex.join(words)}"
