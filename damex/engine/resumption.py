@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.utils.data import BatchSampler
 from damex.datasets.sampler import MixtureSampler
 from damex.engine.hooks import bare_model
 from damex.engine.optimizer_state import optimizer_of
-from damex.errors import ConfigError, DataError
+from damex.errors import ConfigError, DataError, did_you_mean
 from damex.files import write_text
 
 KEY = "data_progress"
@@ -68,6 +69,10 @@ class CheckpointHook(MMEngineCheckpointHook):
             super().__init__(*args, **kwargs)
         except (TypeError, ValueError) as error:  # such as save_best="foo"
             raise ConfigError(f"default_hooks.checkpoint: {error}") from error
+        for name in self.args:  # which mmengine passes on when it saves, too late
+            options = signature(MMEngineCheckpointHook).parameters
+            hint = did_you_mean(name, [*options][:-1])
+            raise ConfigError(f"default_hooks.checkpoint: unknown {name}; {hint}")
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         """Take over the best score from a best checkpoint of the same iteration.

@@ -102,9 +102,9 @@ def check_cells(cells: int, num_queries: int) -> None:
     if cells < num_queries:
         raise DataError(
             f"it has {cells} feature map cells, fewer than model.num_queries="
-            f"{num_queries}: too small or elongated. Pad images to one canvas "
-            "with model.data_preprocessor.pad_size_divisor=<longest side in pixels>, "
-            "or lower num_queries."
+            f"{num_queries}: too small or elongated. Raise image_size, pad images to "
+            "one canvas with model.data_preprocessor.pad_size_divisor=<longest side in "
+            "pixels>, or lower num_queries."
         )
 
 

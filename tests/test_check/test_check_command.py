@@ -170,6 +170,7 @@ def test_what_cannot_be_loaded_is_a_finding_and_the_rest_is_checked(
     findings = check_config(cfg, quick=True).findings
     lost = [f for f in findings if f.dataset == "lost"]
     assert {(f.kind, f.level) for f in lost} == {("not-loaded", "error")}
+    assert len(lost) == len({f.message for f in lost})  # not once per split
     assert message in lost[0].message
     assert [f for f in findings if f not in lost] == others
 

@@ -246,6 +246,7 @@ def test_odd_names_come_through(tmp_path, write_image, read, kind, monkeypatch):
         ("a.txt", "cat .5 .5 .2 .2", "a YOLO label begins with the number of its"),
         ("a.txt", f"car {'1 ' * 12} x 1", "has a class and then numbers, not 'x'"),
         ("a.txt", "1 1 5 1 5 5 1 plane 0", "9 columns, but YOLO has 5 (class number, "),
+        ("a.txt", "0 0,5 0,5 0,2 0,2", "decimals have a point, not a comma"),
         ("a.json", '{"images": [], "anno', "a.json is not a JSON file (Unterminated"),
         ("a.json", '{"images": [], "annotations": []}', "a.json has no list 'categor"),
         ("a.json", '[{"score": 0.5}]', "a.json is a list of detections, not ground"),

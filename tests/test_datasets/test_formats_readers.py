@@ -168,8 +168,8 @@ LAYOUTS = [
             ),
         },
         {
-            "annotated images that are missing": 1,
-            "boxes of images that are missing": 1,
+            "annotated images that are missing or ambiguous": 1,
+            "boxes of images that are missing or ambiguous": 1,
         },
         train="train/0.jpg cat, train/1.jpg",
         val="val/1.jpg dog",
@@ -234,8 +234,8 @@ LAYOUTS = [
         },
         {
             ZERO: 1,
-            "annotated images that are missing": 1,
-            "boxes of images that are missing": 1,
+            "annotated images that are missing or ambiguous": 1,
+            "boxes of images that are missing or ambiguous": 1,
             "faces marked invalid: kept as crowd": 1,
         },
         train="WIDER_train/images/0--P/a.jpg, WIDER_train/images/0--P/d.jpg, "
@@ -376,7 +376,7 @@ LAYOUTS = [
     layout(
         "one of two cameras",
         {"x.csv": f"{CSV}cam1/a.jpg,dog,20,5,30,19\ncam2/a.jpg,cat,3,2,15,8\n"},
-        {"boxes of images that are missing": 1},
+        {"boxes of images that are missing or ambiguous": 1},
         options=dict(val_share=0.0),
         train="cam2/a.jpg cat",
     ),
@@ -590,8 +590,8 @@ FAULTY = {
         "a.jpg",
         {"x.csv": f"{CSV_CAT}a.jpg,,1,1,5,5\ngone.jpg,cat,1,1,5,5\na.jpg,cat"},
         {
-            "rows without four numbers and a class": "x.csv:3: 'a.jpg,,1,1,5,5'",
-            "boxes of images that are missing": "x.csv:4: gone.jpg",
+            "rows without four numbers and a class": "x.csv:3: ['a.jpg', '', '1', '1'",
+            "boxes of images that are missing or ambiguous": "x.csv:4: gone.jpg",
         },
     ),
     "yolo": (
@@ -630,8 +630,9 @@ FAULTY["coco"] = (
         "annotations without a bbox of four numbers": "train.json: annotation 9: bbox "
         "is ['3', '2']",
         "image records with the id of another": "train.json: image 1",
-        "annotated images that are missing": "train.json: image 3: gone.jpg",
-        "boxes of images that are missing": "train.json: image 3",
+        "annotated images that are missing or ambiguous": "train.json: image 3: gone."
+        "jpg",
+        "boxes of images that are missing or ambiguous": "train.json: image 3",
         "boxes of images that the file does not list": "train.json: image_id 9",
         "boxes of an unknown category id": "train.json: annotation 0: 77",
         "boxes marked 'ignore'": "train.json: annotation 0",

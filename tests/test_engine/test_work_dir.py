@@ -173,6 +173,8 @@ def test_an_old_checkpoint_goes_when_the_next_one_is_there(tmp_path):
 def test_an_unknown_score_to_save_the_best_by_is_refused():
     with pytest.raises(ConfigError, match=r"default_hooks\.checkpoint: .*foo"):
         CheckpointHook(1, save_best="foo")
+    with pytest.raises(ConfigError, match="unknown max_keep; did you mean 'max_keep_"):
+        CheckpointHook(1, max_keep=2)  # mmengine says so when it saves
 
 
 @pytest.mark.parametrize("save_best", ["AP", ["AP", "AP50"]])

@@ -14,7 +14,7 @@ from damex.inference.media import frames_of, problem_of
 from damex.workbench.cli.predict import find_images, names_of
 
 
-def test_files_folders_and_patterns_are_images_once(photos):
+def test_files_folders_and_patterns_are_images_once(photos, monkeypatch):
     (photos / "notes.txt").write_text("no image")
     words = [str(photos / "b.jpg"), str(photos), str(photos / "*.png")]
     found = find_images(words)
@@ -22,6 +22,8 @@ def test_files_folders_and_patterns_are_images_once(photos):
     assert [path.relative_to(photos).as_posix() for path in found] == names
     found = find_images([str(photos / "**" / "a.png")])
     assert [path.parent.name for path in found] == ["photos", "deep"]
+    monkeypatch.setenv("HOME", str(photos))
+    assert find_images(["~/deep"]) == [photos / "deep" / "a.png"]
     odd = (photos / "a.png").rename(photos / "picture.data")
     assert find_images([str(odd)]) == [odd]
 

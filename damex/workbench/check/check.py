@@ -278,12 +278,12 @@ def refusal(
     if errors := [*errors_of(findings)]:
         rest = sum(error.count for error in errors) - errors[0].count
         more = (
-            f" There are {rest} more errors in the data ({_kinds(errors)}); damex data "
-            "check CONFIG lists them."
+            f" There are {rest} more errors in the data ({_kinds(errors[1:])}); damex "
+            "data check, with the same config or folders, lists them."
         )
         return errors[0].message + (more if rest else "")
     if kinds := _kinds(finding for finding in findings if finding.level == "warning"):
-        logger.warning(f"data check: {kinds}; run damex data check CONFIG.")
+        logger.warning(f"data check: {kinds}; run damex data check.")
     for finding in findings:
         if finding.kind in ("not-checked", "boxes-small") or (
             finding.kind == "looks-alike" and finding.level == "warning"

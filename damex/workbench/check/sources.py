@@ -89,6 +89,7 @@ def sources_of(
 
     ``required`` are the splits that the config uses.
     """
+    said = set()
     for split in splits:
         named: Any = ""
         try:
@@ -105,7 +106,9 @@ def sources_of(
             kind = "not-loaded" if named is not None else "split-missing"
             text = str(error).removeprefix(f"dataset {spec.name!r}").lstrip(": ")
             location = Location(spec.name, "its mixture entry", split)
-            yield location.finding(kind, None, text)
+            if text not in said:  # a folder that cannot be read has no split
+                yield location.finding(kind, None, text)
+            said.add(text)
 
 
 def _conversion(spec: DatasetSpec) -> Iterator[Finding]:

@@ -164,7 +164,7 @@ def find_images(words: Sequence[str], *, videos: bool = False) -> list[Path]:
     """
     found: dict[Path, Path] = {}
     suffixes = (*SUFFIXES, *VIDEO_SUFFIXES) if videos else SUFFIXES
-    for word in words:
+    for word in map(os.path.expanduser, words):  # a word that no shell has seen
         files = _files_of(word, suffixes)
         if not files:
             raise DataError(_no_image(word, suffixes))

@@ -139,9 +139,11 @@ def _samples(
             summary.drop("boxes of these ids", place, len(boxes.get(number, ())))
             continue
         if (image := find(name)) is None:
-            summary.drop("annotated images that are missing", f"{place}: {name}")
+            summary.drop(
+                "annotated images that are missing or ambiguous", f"{place}: {name}"
+            )
             lost = len(boxes.get(number, ()))
-            summary.drop("boxes of images that are missing", place, lost)
+            summary.drop("boxes of images that are missing or ambiguous", place, lost)
             continue
         width, height = map(round, np.nan_to_num(size).tolist())
         stated = (width, height) if width and height else None

@@ -155,6 +155,8 @@ def problem_of_line(line: str) -> str:
     spaced = re.sub("[,;]", " ", line)
     if spaced != line and spaced.strip() and kind_of_line(spaced):
         problem = "columns are separated by spaces, not by commas"
+    elif kind_of_line(line.replace(",", ".")):
+        problem = "decimals have a point, not a comma"
     elif len(words) in (15, 16):
         wrong = no_numbers[-1] if no_numbers else words[0]
         problem = f"KITTI has a class and then numbers, not {wrong!r}"

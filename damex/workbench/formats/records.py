@@ -125,8 +125,8 @@ def choose_splits(
         chosen["train"] = [s for s in chosen.get("train", ()) if s.image not in held]
     if not chosen or chosen.get("train") == []:
         raise ConfigError(
-            f"{tree.root} has no images for train, only the lists "
-            f"{some([*found])}; name one with train='...'."
+            f"{tree.root} has no images for train, only the lists {some([*found])}; "
+            f"name one or several in its entry, such as train={[*found][:2]}."
         )
     _count_unused(tree, contents, chosen, summary)
     if "val" in chosen and options.val_share is not None:

@@ -62,7 +62,7 @@ _HEADERLESS = ("image", *_CORNERS, "label")
 _SHARE_OF_SWAPPED = 0.1
 _LOOKED_AT = 200_000  # characters read to recognize a file
 _WIDER = "_bbx_gt.txt"
-_MISSING_BOXES = "boxes of images that are missing"
+_MISSING_BOXES = "boxes of images that are missing or ambiguous"
 
 
 @dataclass
@@ -253,7 +253,7 @@ def _samples(
             continue  # an image without objects
         if values is None or not label:
             what = "rows without four numbers and a class"
-            summary.drop(what, f"{place}: {','.join(row)!r:.80}")
+            summary.drop(what, f"{place}: {row!r:.80}")
             continue
         flags = zip(_FLAGS, table.fields(row, *_FLAGS), strict=True)
         is_crowd = any([is_set(word, flag, place, summary) for flag, word in flags])
@@ -319,7 +319,9 @@ def _wider_samples(tree: Tree, path: str, summary: Summary) -> Iterator[Sample]:
             if sample.image:
                 yield sample
             else:
-                summary.drop("annotated images that are missing", f"{place}: {line}")
+                summary.drop(
+                    "annotated images that are missing or ambiguous", f"{place}: {line}"
+                )
         elif sample is None or not words or (len(words) == 1 and words[0].isdecimal()):
             announced = int(words[0]) if len(words) == 1 and sample else announced
         elif not announced:
