@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 ROOF = {"damex", "damex.__main__", "damex.registry"}
 LAYERS = {"moe", "hf", "papers", "workbench"}
 # Upper bounds of files and lines.
-LIMITS = {"core": (77, 19_086), "workbench": (51, 12_720), "tests": (148, 32_910)}
+LIMITS = {"core": (77, 19_086), "workbench": (51, 12_720), "tests": (147, 32_867)}
 LIMITS |= {"hf": (6, 1_221), "tests/test_hf": (6, 1_542)}
 
 

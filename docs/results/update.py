@@ -266,6 +266,21 @@ LONGER_MUON = {
 }
 
 
+TUNED = {
+    "tuned_muon": "as in the template",
+    "tuned_muon_lr05": "learning rate 0.0008, not 0.0016",
+    "tuned_muon_lr2": "learning rate 0.0032",
+    "tuned_muon_backbone": "backbone at 0.4 of it, not 0.1",
+    "tuned_muon_cls1": "classification weight 1, not 2",
+    "tuned_muon_many": "four tokens per object",
+}
+
+
+def tuned() -> str:
+    """Changes of the template, each with the seeds that it ran with."""
+    return variants(arms_of("muon"), TUNED, "the first row", lambda _: "tuned_muon")
+
+
 def with_muon() -> Arms:
     """Arms with ``image_balance=0.5``, trained by AdamW and in part by Muon."""
     return {**arms_of("balanced"), **arms_of("muon")}
@@ -656,6 +671,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "balanced-experts-by-dataset": lambda: by_dataset(balanced(*EXPERTS), WITH_EXPERTS),
     "balanced-by-dataset": lambda: by_dataset(balanced(*WHOLE), BALANCED),
     "muon": lambda: muon(MUON),
+    "muon-tuned": tuned,
     "muon-longer": lambda: muon(LONGER_MUON),
     "muon-longer-by-dataset": lambda: by_dataset(with_muon(), LONGER_MUON),
     "muon-longer-ap50": lambda: by_dataset(
