@@ -45,7 +45,7 @@ def test_all_errors_are_counted_and_the_first_is_said(
     said = refusal(Config.fromfile(write_config()), logger)
     assert "0.png does not exist" in said
     # Three images, each in train and in val.
-    assert "There are 5 more errors in the data (6 image-missing)" in said
+    assert "There are 5 more errors in the data (5 image-missing)" in said
 
 
 def test_small_objects_are_said_before_the_training(write_config, logger):
